@@ -156,7 +156,10 @@ def test_what_a_time_limit_cut_short_is_a_sentence(capsys, monkeypatch):
     words = (*ASKED[:10], "--batch-per-device", "1", "2", "--methods", "1f1b", "--budget-s", "9")
     assert main(list(words)) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "of 2 methods and batches the time limit ended 1; a larger --budget-s may find faster layouts" in out
+    assert (
+        "the time limit ended 1 of the searches for 2 methods and batches; a larger --budget-s may find faster layouts"
+        in out
+    )
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["unproved"] == [{"method": "1f1b", "batch_per_device": 2.0}]
 

@@ -14,7 +14,7 @@ from pipeloom.system.output import lasting_output
 from pipeloom.terminal.guard import guarded_streams
 
 _FIRST_ENDS_S = 5.0
-"""Longest time for which another rank of a launcher waits for the end of rank 0, which finds the same wrong."""
+"""Seconds that other ranks of a launcher wait before they exit on wrong input, so that rank 0 exits first."""
 GROUPS = {
     "train and check": {
         "train": "train a transformer with pipeline, data and tensor parallelism",
@@ -156,7 +156,7 @@ def _run(command: str, words: list[str]) -> int:
             _complain(command, str(error), error)
             _mention_broken_plugins(command, str(error))
         else:
-            # A launcher ends all ranks when the first one ends: that must be the one that prints the message.
+            # A launcher ends all ranks when one exits: that must be the one that prints the message.
             time.sleep(_FIRST_ENDS_S)
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt as interrupt:

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pipeloom.checkpoint.checkpoint_folder import among_checkpoints
 from pipeloom.cli.help import help_page, usage
 from pipeloom.cli.reference import (
     RUN_FIELD,
@@ -173,6 +172,8 @@ def _output_problem(note: Output, option: Option, found: Words) -> str | None:
     path = found.values.get(option.name, option.default)
     if not isinstance(path, Path):
         return None
+    from pipeloom.checkpoint.checkpoint_folder import among_checkpoints  # not at the start of every command
+
     problem = write_problem(path, is_folder=note.kind == "folder") or among_checkpoints(path)
     if note.kind == "picture":
         problem = picture_problem(path) or problem

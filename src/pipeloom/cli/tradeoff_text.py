@@ -132,8 +132,8 @@ def _notes(curves: Curves) -> Iterator[str]:
     if curves.unproved:
         tried = len(inputs.methods) * len(batches)
         yield (
-            f"of {tried} methods and batches the time limit ended {len(curves.unproved)}; a larger --budget-s may find "
-            "faster layouts"
+            f"the time limit ended {len(curves.unproved)} of the searches for {tried} methods and batches; a larger "
+            "--budget-s may find faster layouts"
         )
     for method in inputs.methods:
         missing = [f"{float(batch):g}" for name, batch in curves.missing if name == method]

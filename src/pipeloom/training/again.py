@@ -30,12 +30,14 @@ class Again:
         step: of the state in ``before`` to go on from; ``None`` for a checkpoint, or the begin.
         before: folder with that state.
         is_again: whether processes of this run have failed before.
+        since: steps before the first one under this layout.
     """
 
     folder: Path | None = None
     step: int | None = None
     before: Path | None = None
     is_again: bool = False
+    since: int = 0
 
     def leave_before(self) -> None:
         """Free the memory of the state that the ranks began from, under another layout."""
@@ -90,12 +92,14 @@ class Restarts:
         if self._failures[rank] > self.config.restart.times:
             layout = f", without rank {rank}: {self._leave_out(rank, error)}"
         folder = self._new_folder() if layout else self._again.folder
-        self._again = Again(folder, step, before, is_again=True)
         where = f"step {step}, in memory" if step is not None else self._use_checkpoint()
+        done = self._done if step is None else step
+        since = done if layout else min(done, self._again.since)
+        self._again = Again(folder, step, before, is_again=True, since=since)
         self._forget_lost()
         remove_unfinished(self._folder.path)
         if not self._folder.is_starting:
-            go_back(self._folder, self._done if step is None else step)
+            go_back(self._folder, done)
         line = f"started again from {where}{layout}, after: {str(error).splitlines()[0]}"
         self._say(f"restart    {line}")
         self._folder.add_warning(f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S}  {line}")

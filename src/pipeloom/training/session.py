@@ -1,8 +1,7 @@
 """Runs a job on all ranks: in worker processes that it starts, or in this process as one rank of a launcher."""
 
-import signal
-import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -18,7 +17,7 @@ from pipeloom.cost.partition import default_partition, fastest_partition
 from pipeloom.data.prepared import given_tokenizer
 from pipeloom.data.text import Data, Whole, load_data, load_whole
 from pipeloom.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_from
-from pipeloom.errors import Interrupted, UserError
+from pipeloom.errors import UserError
 from pipeloom.execute.processes.signals import ended_at_once
 from pipeloom.execute.processes.workers import are_forked, run_workers
 from pipeloom.execute.processes.world import (
@@ -94,8 +93,9 @@ def run_on_all_ranks(
         # Overrides the launcher: torchrun sets OMP_NUM_THREADS to 1.
         torch.set_num_threads(threads)
         # Each host may have its own cache folder, and then has to tokenize the text itself.
-        # Where rank 0 ends with an error before it joins, the launcher ends the others, which wait for it in a library.
-        with ended_at_once(_say_interrupted):
+        # Where rank 0 exits before it joins, the launcher sends SIGTERM to the others, which wait in a library. Rank 0
+        # has drafts of files to remove, so signals raise there.
+        with nullcontext() if is_first() else ended_at_once():
             world = join_launched(config.training.device, stall_s + max(patience_s, _LAUNCHED_PATIENCE_S))
         return _work(config, job, world, load or load_text)
     # Imported before the fork, once instead of once in every worker.
@@ -109,11 +109,6 @@ def run_on_all_ranks(
     work = partial(_work_forked, config, job, timeout_s=stall_s + patience_s, load=load or load_text)
     grace_s, stopped_s = config.checkpoint.grace_s, stall_s + _STOPPED_S
     return run_workers(work, config.layout.num_ranks, threads, grace_s=grace_s, stopped_s=stopped_s)[0]
-
-
-def _say_interrupted(number: signal.Signals) -> None:
-    if is_first():
-        print(f"pipeloom: {Interrupted(number)}", file=sys.stderr)  # noqa: T201  the last of this process
 
 
 def long_start(config: RunConfig) -> str | None:

@@ -126,7 +126,7 @@ class Trainer:
             self._meter, self._profiles = StepMeter(config, world), StepProfiles(config, world, folder.path)
             self._sums: Sequence[float] = ()
             self._spikes, self._slow = Spikes(config.training), SlowRanks(config, world, folder)
-            self._measured = of_attempts(folder, config, self._done.step) if again.is_again else Measured()
+            self._measured = of_attempts(folder, config, again.since, self._done.step) if again.is_again else Measured()
             self._profile: Profile | None = None
             self._health = Health(config, world, self._pipeline, self._optimizer, self._done.step)
             self._problem: str | None = None

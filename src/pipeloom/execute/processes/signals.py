@@ -148,17 +148,13 @@ class StopSignals:
         os._exit(Interrupted(self._first).status)
 
 
-def ended_at_once(last_words: Callable[[signal.Signals], None]) -> StopSignals:
-    """A context in which a signal ends this process at once, even inside a library that waits for other processes.
-
-    Args:
-        last_words: called before.
-    """
-    return StopSignals(inf, "", _say_nothing, last_words)
+def ended_at_once() -> StopSignals:
+    """A context in which a signal ends this process at once, even inside a library that waits for other processes."""
+    return StopSignals(inf, "", _ignored, _ignored)
 
 
-def _say_nothing(_text: str) -> None:
-    pass
+def _ignored(_: object) -> None:
+    """A message that nobody needs: rank 0 prints it."""
 
 
 def _noted(*_: object) -> None:

@@ -67,12 +67,19 @@ def read_earlier(folder: RunFolder, config: RunConfig) -> Measured:
     return found
 
 
-def of_attempts(folder: RunFolder, config: RunConfig, done: int) -> Measured:
-    """Measurements of the processes before, where a run was started again: the seconds of its steps up to ``done``."""
-    first = _begun(config)
-    if first is None:
+def of_attempts(folder: RunFolder, config: RunConfig, since: int, done: int) -> Measured:
+    """Measurements of earlier processes of a run that was started again: the seconds of its steps after ``since``.
+
+    Args:
+        folder: of the run.
+        config: of the run.
+        since: steps under other layouts.
+        done: steps before this process.
+    """
+    begun = _begun(config)
+    if begun is None:
         return Measured()
-    lines = (line for line in _metrics(folder) if first < line["step"] <= done)
+    lines = (line for line in _metrics(folder) if max(begun, since) < line["step"] <= done)
     return Measured(times_s=[float(line["step_time_s"]) for line in lines])
 
 
@@ -81,9 +88,11 @@ def _metrics(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _begun(config: RunConfig) -> int | None:
-    """Steps before a run, 0 without a checkpoint; ``None`` if the name of its checkpoint has no number."""
+    """Steps that a run did not do, but the one that wrote its checkpoint, perhaps on another machine.
+
+    0 without a checkpoint; ``None`` if its name has no number.
+    """
     resumed = config.checkpoint.resume
-    # Earlier lines are from the process that wrote the checkpoint, perhaps on another machine.
     return 0 if resumed is None else step_of(resumed)
 
 
