@@ -1,5 +1,6 @@
 """The command line: one function for each command, heavy imports inside."""
 
+import gc
 import importlib
 import os
 import sys
@@ -71,10 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     with lasting_output(), guarded_streams():
         status = _main(words)
-    if arguments is None and words[:1] == ["train"]:
-        # The process ends, which takes a second with PyTorch. Its status says how the run ended, also to a scheduler
-        # whose signal comes now.
-        ignore_stops()
+    if arguments is None:  # the process ends
+        # Python collects garbage once more at its end: half a second or more after a search, and nobody needs it.
+        gc.freeze()
+        if words[:1] == ["train"]:
+            # Its end takes a second with PyTorch. Its status is that of the run, also for a scheduler whose signal
+            # comes now.
+            ignore_stops()
     return status
 
 
