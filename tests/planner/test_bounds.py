@@ -20,6 +20,7 @@ from pipeloom.planner.bounds import Bounds
 from pipeloom.planner.candidate import Candidate, complete, exchanging_bound_s, knobs_of
 from pipeloom.planner.question import Question
 from pipeloom.planner.space import Sharding, Twig, arrangements
+from pipeloom.planner.stages import Stages
 from pipeloom.planner.work import least_work_s
 from pipeloom.predict.step import compute_schedule
 from pipeloom.recipe import Knobs
@@ -200,7 +201,8 @@ def bounds_of(choice, costs):
         placement=choice.placement_name,
         global_batch=choice.num_microbatches,
     )
-    bounds = Bounds(Placed(run, load_cluster("dgx-a100"), load_software("pipeloom")), splits=True)
+    placed = Placed(run, load_cluster("dgx-a100"), load_software("pipeloom"))
+    bounds = Bounds(placed, Stages(placed), splits=True)
     vars(bounds.placed)["costs"] = costs
     return bounds
 

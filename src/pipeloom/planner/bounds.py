@@ -4,30 +4,21 @@ They never exceed the simulated values (``tests/planner/test_bounds.py``), so th
 ranks are rows and their stages are columns.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pipeloom.cost.exchanges import data_parallel_s, step_terms
-from pipeloom.cost.memory import (
-    kept_bytes,
-    kept_logits,
-    logits_bytes,
-    message_bytes,
-    pending_logits,
-    stage_kept_bytes,
-    stage_pending_bytes,
-    working_bytes,
-)
+from pipeloom.cost.exchanges import step_terms
+from pipeloom.cost.memory import kept_logits, pending_logits, stage_pending_bytes
 from pipeloom.cost.pieces import PieceSeconds
 from pipeloom.cost.placed import OfPlaced
-from pipeloom.cost.stages import num_frozen_stages, stage_layers
-from pipeloom.planner.buffers import NO_ROOM, buffers_of, kept_state_bytes, recomputing_buffers_of, stages_by_rank
+from pipeloom.cost.stages import stage_layers
+from pipeloom.planner.buffers import LEAST_ROOM, recomputing_buffers_of
+from pipeloom.planner.stages import ShardedStages, Stages
 from pipeloom.planner.work import Floats, InFlight, StageTimes, Work, least_work_s
-from pipeloom.predict.memory import Room, num_peers
+from pipeloom.predict.memory import Room
 from pipeloom.recipe import Knobs
 from pipeloom.schedule import Kind
 from pipeloom.schedule.facts import Graph
@@ -44,18 +35,18 @@ class Bounds(OfPlaced):
 
     Attributes:
         placed: a run with its stages; its sharding is ignored.
+        stages: its stages.
         splits: whether schedules split backwards; then no other rank waits for weight gradients.
-        headroom: fraction of the memory of every device that stays free.
     """
 
+    stages: Stages
     splits: bool = False
-    headroom: float = 0.0
 
     @property
     def least_step_s(self) -> float:
         """Lower bound of the step time in seconds for any sharding, without collectives."""
         level: Shard = "full" if self.run.data_ranks > 1 else "none"
-        terms = step_terms(self.sharded(level).placed, max(self.placed.costs.backward_s))
+        terms = step_terms(self.sharded(level).placed, self.stages.longest_backward_s)
         pipeline_s = max(float(work.end_s().max()) for work in self.work)
         return pipeline_s + terms.optimizer_s + terms.tied_s + terms.shared_s + terms.average_s + terms.fixed_s
 
@@ -63,8 +54,8 @@ class Bounds(OfPlaced):
         """The bounds with a sharding level, in ``replicate`` copies."""
         key = shard, replicate
         if key not in self._sharded:
-            placed = self.placed.with_sharding_of(self.run.changed(shard=shard, replicate=replicate))
-            self._sharded[key] = Sharded(placed, self)
+            stages = self.stages.sharded(self.run.changed(shard=shard, replicate=replicate))
+            self._sharded[key] = Sharded(stages.placed, stages, self)
         return self._sharded[key]
 
     def recomputing_s(self, layers: Floats) -> Floats:
@@ -83,39 +74,29 @@ class Bounds(OfPlaced):
         return self.work[0].end_s(), np.array(self.placed.recompute_s) * self.run.num_microbatches
 
     @cached_property
+    def _sharded(self) -> "dict[tuple[Shard, int], Sharded]":
+        return {}
+
+    @property
     def capacity_bytes(self) -> Floats:
         """For each rank the memory of one device without the headroom."""
-        return np.array(self.placed.device_bytes) * (1 - self.headroom)
+        return self.stages.capacity_bytes
 
     def missing_bytes(self, held_bytes: Floats) -> float:
         """The most bytes that a rank's device lacks; negative if all fit."""
         return float((held_bytes - self.capacity_bytes).max())
 
-    @cached_property
-    def _sharded(self) -> "dict[tuple[Shard, int], Sharded]":
-        return {}
-
-    @cached_property
-    def stages(self) -> NDArray[np.int64]:
-        """[rank, number] -> stage."""
-        return stages_by_rank(self.placed.placement)
-
-    @cached_property
-    def _num_frozen(self) -> int:
-        """Number of stages that train nothing."""
-        return num_frozen_stages(self.run, self.software)
-
     @property
     def has_frozen_stages(self) -> bool:
         """Whether some stages train nothing, so that they have no backward."""
-        return self._num_frozen > 0
+        return self.stages.num_frozen > 0
 
     @cached_property
     def _times(self) -> "StageTimes":
         costs, stages = self.placed.costs, range(self.placed.placement.num_stages)
         crosses = np.array([0.0, *(a != b for a, b in pairwise(self.placed.placement.rank_by_stage))])
         # No gradient passes them back; a bound may leave out the way there, too.
-        crosses[1 : self._num_frozen + 1] = 0.0
+        crosses[1 : self.stages.num_frozen + 1] = 0.0
         hops_s = np.cumsum(crosses) * costs.transfer_s
         if costs.boundary_s:
             hops_s = np.cumsum(crosses * [0.0, *costs.boundary_s])
@@ -132,9 +113,11 @@ class Bounds(OfPlaced):
         return_s += times.weights_s[0]
         if self.software.overlaps_steps:  # ranks fill and drain while others are in another step
             arrival_s, return_s = 0 * arrival_s, 0 * return_s
-        busy_s, weights_s, first = count * times.both_s, count * times.weights_s, self.stages[:, 0]
+        busy_s, weights_s, first = count * times.both_s, count * times.weights_s, self.stages.by_rank[:, 0]
         return (
-            Work(arrival_s[first], return_s[first], *(of[self.stages].sum(axis=1) for of in (busy_s, weights_s))),
+            Work(
+                arrival_s[first], return_s[first], *(of[self.stages.by_rank].sum(axis=1) for of in (busy_s, weights_s))
+            ),
             Work(arrival_s, return_s, busy_s, weights_s),
         )
 
@@ -153,7 +136,7 @@ class Bounds(OfPlaced):
             in_flight: [schedule, rank, number of its stage] stage inputs at the rank's peak.
         """
         # Traversals are counted from the start of the first rank; stages that train nothing hold no inputs.
-        if self.software.overlaps_steps or self._num_frozen:
+        if self.software.overlaps_steps or self.stages.num_frozen:
             return np.zeros(len(in_flight))
         held, count, (forward_s, backward_s, longest_s, around_s) = in_flight.sum(axis=2), *self._in_flight_terms
         between_s = count * (forward_s + backward_s) - held * longest_s.sum(axis=0)
@@ -164,8 +147,9 @@ class Bounds(OfPlaced):
     @cached_property
     def _in_flight_terms(self) -> tuple[int, tuple[Floats, ...]]:
         """Micro-batches; for each rank seconds of forwards, backwards, the longest of each, and both traversals."""
-        times, last = self._times, self.stages[:, -1]
-        each = np.array([times.forward_s[self.stages], times.backward_s[self.stages]])
+        times, stages = self._times, self.stages.by_rank
+        last = stages[:, -1]
+        each = np.array([times.forward_s[stages], times.backward_s[stages]])
         around_s = times.first_gradient_s[last] + times.drain_s[last]
         return self.run.num_microbatches, (*each.sum(axis=2), each.max(axis=2), around_s)
 
@@ -175,10 +159,10 @@ class Bounds(OfPlaced):
 
         If backwards are split, the smaller of the bytes before and between the halves.
         """
-        kept = np.array(stage_kept_bytes(self.run, self.software))
+        kept = self.stages.kept_bytes
         if self.splits:
             kept = np.minimum(kept, stage_pending_bytes(self.run, self.software))
-        return kept[self.stages]
+        return kept[self.stages.by_rank]
 
     @cached_property
     def input_bytes(self) -> Floats:
@@ -187,35 +171,22 @@ class Bounds(OfPlaced):
         loss = kept_logits(run, software)
         if self.splits:
             loss = min(loss, pending_logits(run, software))
-        return self.stage_bytes + loss * (self.stages == stage_layers(run, software)[1])
+        return self.stage_bytes + loss * (self.stages.by_rank == stage_layers(run, software)[1])
 
     @cached_property
-    def layer_bytes(self) -> tuple[NDArray[np.int64], float, float]:
-        """[rank, number of its stage] layers; the bytes that a recomputed layer saves, and those it needs once."""
-        run, software = self.run, self.software
-        full, layers = replace(run, recompute="full"), np.array(self.placed.layers)
-        lost = 1 + software.fragmentation
-        each = (kept_bytes(run, software) - kept_bytes(full, software)) * lost
-        more = working_bytes(full, software) - working_bytes(run, software)
-        return layers[self.stages], each, more * lost
+    def held_input_bytes(self) -> Floats:
+        """``input_bytes`` as the allocator holds them."""
+        return self.input_bytes * (1 + self.software.fragmentation)
 
     @cached_property
-    def received_bytes(self) -> Floats:
-        """For each rank the bytes of the buffers for messages of whole sequences."""
-        each = Knobs.receive_buffers * message_bytes(self.run, self.software)
-        return num_peers(self.placed.placement).astype(np.float64) * each
+    def all_inputs_bytes(self) -> Floats:
+        """For each rank the ``held_input_bytes`` of one input of each of its stages."""
+        return self.held_input_bytes.sum(axis=1)
 
     @cached_property
-    def computing_bytes(self) -> Floats:
-        """For each rank the bytes of a layer and of the loss while they compute, as the allocator holds them.
-
-        Without what the loss keeps for the backward, which ``input_bytes`` has.
-        """
-        run, software = self.run, self.software
-        own = np.full(run.pp, working_bytes(run, software))
-        head = self.placed.placement.rank_by_stage[stage_layers(run, software)[1]]
-        own[head] += logits_bytes(run, software) - kept_logits(run, software)
-        return own * (1 + software.fragmentation)
+    def largest_input_bytes(self) -> Floats:
+        """For each rank the ``held_input_bytes`` of one input of its largest stage."""
+        return self.held_input_bytes.max(axis=1)
 
 
 @dataclass(frozen=True)
@@ -292,15 +263,17 @@ class Sharded(OfPlaced):
 
     Attributes:
         placed: the run with its sharding.
+        stages: its stages.
         bounds: for any sharding.
     """
 
+    stages: ShardedStages
     bounds: Bounds
 
-    @cached_property
+    @property
     def after_s(self) -> float:
         """Seconds of the step after the pipeline."""
-        return step_terms(self.placed, max(self.bounds.placed.costs.backward_s)).total_s
+        return self.stages.after_s
 
     @property
     def step_s(self) -> float:
@@ -323,20 +296,18 @@ class Sharded(OfPlaced):
         A rank starts when the first micro-batch has passed all stages before it and does all its work; then the last
         gradient returns through these stages, while the gradients of one of its own stages are reduced. The same holds
         for each stage alone. If weights are sharded, the first stage is gathered before all else. Collectives of a rank
-        run one after the other. All stages of a rank are gathered before its first backward, so those that are not
-        there any more are gathered once more.
+        run one after the other.
         """
         ranks, alone = self.bounds.work
-        if not self._has_collectives:
+        if not self.stages.has_collectives:
             return float(ranks.end_s(share=1 / num_slices).max()) + self.after_s
-        gathers_s, reductions_s = self._collectives_s
-        stages = self.bounds.stages
+        gathers_s, reductions_s = self.stages.collectives_s
+        stages = self.bounds.stages.by_rank
         pipeline_s = gathers_s[0] + max(
             work.end_s(least_s, 1 / num_slices).max()
             for work, least_s in ((ranks, reductions_s[stages].min(axis=1)), (alone, reductions_s))
         )
-        lane_s = ((gathers_s + reductions_s)[stages].sum(axis=1) + self._again_s).max()
-        return float(max(pipeline_s, lane_s)) + self.after_s
+        return float(max(pipeline_s, self.stages.lane_s.max())) + self.after_s
 
     def exchanging_s(self, gathers: Floats, reductions: Floats) -> float:
         """Lower bound of the step time in seconds from the collectives of the first rank, which run one by one.
@@ -345,19 +316,10 @@ class Sharded(OfPlaced):
             gathers: how often each of its stages is gathered.
             reductions: how often the gradient of each is reduced.
         """
-        if not self._has_collectives:
+        if not self.stages.has_collectives:
             return self.step_s
-        gathers_s, reductions_s = (seconds[self.bounds.stages[0]] for seconds in self._collectives_s)
+        gathers_s, reductions_s = (seconds[self.bounds.stages.by_rank[0]] for seconds in self.stages.collectives_s)
         return max(self.step_s, float(gathers @ gathers_s + reductions @ reductions_s) + self.after_s)
-
-    @property
-    def _again_s(self) -> Floats | float:
-        """For each rank the least seconds of gathers of stages that it has gathered before."""
-        if self.run.sharded != "full" or self.bounds.has_frozen_stages:
-            return 0.0
-        each_s = np.sort(self._collectives_s[0][self.bounds.stages], axis=1)
-        most, _ = buffers_of("full", each_s.shape[1], updates_stages=self.run.updates_stages)[0]
-        return each_s[:, : each_s.shape[1] - most].sum(axis=1)
 
     def in_flight_bound_s(self, in_flight: Floats) -> Floats:
         """Lower bounds of the step time in seconds for schedules whose ranks hold at most these stage inputs.
@@ -365,7 +327,7 @@ class Sharded(OfPlaced):
         Args:
             in_flight: [schedule, rank, number of its stage] stage inputs when a rank holds the most.
         """
-        gather_s = self._collectives_s[0][0] if self._has_collectives else 0.0
+        gather_s = self.stages.collectives_s[0][0] if self.stages.has_collectives else 0.0
         return gather_s + self.bounds.in_flight_bound_s(in_flight) + self.after_s
 
     def row_alone_s(self, graph: Graph, rank: int) -> float:
@@ -415,30 +377,26 @@ class Sharded(OfPlaced):
             Kind.BACKWARD_INPUT: backward_s - weights_s,
             Kind.BACKWARD_WEIGHT: weights_s,
         }
-        if self._has_collectives:
-            found |= dict(zip((Kind.UNSHARD, Kind.REDUCE_GRAD), self._collectives_s, strict=True))
+        if self.stages.has_collectives:
+            found |= dict(zip((Kind.UNSHARD, Kind.REDUCE_GRAD), self.stages.collectives_s, strict=True))
         return np.array([found.get(kind, 0 * forward_s) for kind in KINDS])
 
-    def held_bytes(self, in_flight: Floats | None = None, room: Room = NO_ROOM) -> Floats:
+    def held_bytes(self, in_flight: Floats | None = None, room: Room = LEAST_ROOM) -> Floats:
         """For each rank a lower bound of the bytes that a device holds, of one schedule or of several.
 
         Args:
             in_flight: [..., rank, number of its stage] stage inputs that it holds at once; ``None`` for one of each.
             room: least buffers.
         """
-        if room not in self._always:
-            self._always[room] = self._always_bytes(room)
-        each = self.bounds.input_bytes
-        kept = (each if in_flight is None else in_flight * each).sum(axis=-1)
-        return self._always[room] + kept * (1 + self.software.fragmentation)
+        always = self.stages.always_bytes(room)
+        if in_flight is None:
+            return always + self.bounds.all_inputs_bytes
+        return always + (in_flight * self.bounds.held_input_bytes).sum(axis=-1)
 
     @property
     def least_bytes(self) -> Floats:
         """For each rank a lower bound of the bytes that a device holds, with one input of its largest stage alone."""
-        each = self.bounds.input_bytes
-        # Messages of token slices are shorter.
-        held = self.held_bytes(0 * each, NO_ROOM._replace(unreduced=1))
-        return held + each.max(axis=1) * (1 + self.software.fragmentation)
+        return self.stages.always_bytes(LEAST_ROOM) + self.bounds.largest_input_bytes
 
     @property
     def least_room(self) -> Room:
@@ -452,14 +410,14 @@ class Sharded(OfPlaced):
     @property
     def recomputing_room(self) -> Room:
         """Buffers of a plain layout that recomputes some layers."""
-        run, stages = self.run, self.bounds.stages.shape[1]
-        return self.room_of(*recomputing_buffers_of(run.shard, stages, updates_stages=run.updates_stages))
+        run, on_each = self.run, self.bounds.stages.by_rank.shape[1]
+        return self.room_of(*recomputing_buffers_of(run.shard, on_each, updates_stages=run.updates_stages))
 
     def layers_to_recompute(self, in_flight: InFlight) -> Floats:
         """[schedule, rank] lower bounds of the layers that must be recomputed to fit a device."""
-        layers, each, more = self.bounds.layer_bytes
+        layers, each, more = self.stages.stages.layer_bytes
         held = self.held_bytes(in_flight.inputs, self.recomputing_room)
-        room = self.bounds.capacity_bytes
+        room = self.stages.stages.capacity_bytes
         missing = np.where(held > room, (held + more - room) / each, 0.0)
         if not missing.any():
             return missing
@@ -470,22 +428,3 @@ class Sharded(OfPlaced):
         # A whole number must not become the next one by rounding.
         wanted = np.ceil((missing[..., None] - saved_before) / inputs - 1e-9)
         return np.clip(wanted, 0, counts).sum(axis=2)
-
-    @property
-    def _has_collectives(self) -> bool:
-        return self.software.has_reduction_lane and self.run.data_ranks > 1
-
-    @cached_property
-    def _collectives_s(self) -> tuple[Floats, Floats]:
-        """For each stage the seconds of its gather and of its reduction."""
-        gathers, reductions = data_parallel_s(self.placed)
-        return np.array(gathers), np.array(reductions)
-
-    @cached_property
-    def _always(self) -> dict[Room, Floats]:
-        return {}
-
-    def _always_bytes(self, room: Room) -> Floats:
-        """For each rank the bytes that it holds besides stage inputs."""
-        held = kept_state_bytes(self.placed.of_state, room.gathered, room.unreduced) + self.bounds.computing_bytes
-        return held + self.bounds.received_bytes if room.receive_buffers else held

@@ -15,8 +15,8 @@ from pipeloom.schedule import Placement
 from pipeloom.workload.layout import Shard
 from pipeloom.workload.run import Run
 
-NO_ROOM = Room(receive_buffers=0, gathered=1, unreduced=0)
-"""Fewer buffers than any schedule has."""
+LEAST_ROOM = Room(receive_buffers=0, gathered=1, unreduced=1)
+"""The fewest buffers of any layout; messages of token slices are shorter than those of whole sequences."""
 
 
 def buffers_of(level: Shard, stages: int, *, updates_stages: bool) -> list[tuple[int, int | None]]:

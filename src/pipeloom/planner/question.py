@@ -12,6 +12,7 @@ from pipeloom.errors import ConfigError
 from pipeloom.families import FAMILIES, ends_forwards_first, installed
 from pipeloom.planner.bounds import Bounds
 from pipeloom.planner.left_out import LeftOut, Part
+from pipeloom.planner.stages import Stages
 from pipeloom.predict.describe import dtype_problem
 from pipeloom.terminal.words import count, did_you_mean, or_list
 from pipeloom.workload.adapter import Adapter
@@ -141,6 +142,11 @@ class Question:
     @cached_property
     def bounds(self) -> dict[tuple[Run, Cluster, bool], Bounds]:
         """Cache of the bounds of its layouts by (run, cluster, whether backwards are split)."""
+        return {}
+
+    @cached_property
+    def stages(self) -> dict[tuple[Run, Cluster], Stages]:
+        """Cache of the stages of its layouts by (run, cluster)."""
         return {}
 
     def __post_init__(self) -> None:

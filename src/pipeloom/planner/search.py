@@ -330,7 +330,7 @@ class Search:
             frontier.push(self._numbered(cut.bound_s, cut))
             return
         # Memory is bounded where time does not decide: most cuts and twigs are never taken from the queue.
-        if self._prunes and cut.missing_bytes > 0:
+        if self._prunes and not cut.may_fit:
             self._counts.too_large += cut.count
             return
         for twig in cut.twigs:
@@ -471,7 +471,7 @@ def _first_feasible(arrangement: Arrangement, cutoff_s: float) -> Candidate | No
         one
         for cut in arrangement.cuts
         # Cheap checks first: there are many leaves, and each has bounds to compute.
-        if _is_short(cut) and cut.bound_s <= cutoff_s and cut.missing_bytes <= 0
+        if _is_short(cut) and cut.bound_s <= cutoff_s and cut.may_fit
         for twig in cut.twigs
         for one in twig.bounded(twig.leaves)[0]
     ]

@@ -29,6 +29,7 @@ from pipeloom.families import FAMILIES, Choice
 from pipeloom.planner.bounds import AnyStages, Bounds, Floats, Sharded
 from pipeloom.planner.question import LEVELS, Question, why_not
 from pipeloom.planner.schedules import in_flight_of, inputs_of, schedules_of
+from pipeloom.planner.stages import Stages
 from pipeloom.planner.work import InFlight
 from pipeloom.schedule import Placement
 from pipeloom.workload.axes import Axes, axes, divisors
@@ -219,10 +220,14 @@ class Cut(OfPlaced):
     def bounds(self, run: Run) -> Bounds:
         """Bounds of a run with these stages, cached by the question."""
         splits, question = self.arrangement.splits, self.arrangement.question
-        known = question.bounds
-        key = run, self.cluster, splits
+        known, key = question.bounds, (run, self.cluster, splits)
         if key not in known:
-            known[key] = Bounds(self.placed.of(run), splits, question.headroom)
+            # Schedules with whole and with split backwards have the same stages.
+            place = run, self.cluster
+            if place not in question.stages:
+                question.stages[place] = Stages(self.placed.of(run), question.headroom)
+            stages = question.stages[place]
+            known[key] = Bounds(stages.placed, stages, splits)
         return known[key]
 
     @cached_property
@@ -238,20 +243,28 @@ class Cut(OfPlaced):
     @property
     def missing_bytes(self) -> float:
         """Lower bound of the bytes that the fullest device lacks, with any sharding."""
+        return min(self._missing_bytes())
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether ``missing_bytes`` is at most 0."""
+        return any(missing <= 0 for missing in self._missing_bytes())
+
+    def _missing_bytes(self) -> Iterator[float]:
         levels = list(dict.fromkeys(level for sharding in self.shardings for level in sharding.levels))
-        each = [self.memory.sharded(level) for level in self._leanest(levels)]
-        return min(self.memory.missing_bytes(one.held_bytes()) for one in each)
+        for level in self._leanest(levels):
+            yield self.memory.missing_bytes(self.memory.sharded(level).held_bytes())
 
     def has_room(self, sharding: Sharding) -> bool:
         """Whether the devices may have room for one stage input on each rank, less than any strategy needs."""
-        each = [self.memory.sharded(level, sharding.replicate) for level in self._leanest(sharding.levels)]
+        each = (self.memory.sharded(level, sharding.replicate) for level in self._leanest(sharding.levels))
         return any(self.memory.missing_bytes(one.least_bytes) <= 0 for one in each)
 
     def _leanest(self, levels: Sequence[Shard]) -> Sequence[Shard]:
-        """The sharding levels of which one holds least."""
+        """The sharding levels of which one holds least, first the highest one, which mostly does."""
         # With tied embeddings a rank may borrow the matrix of its own shards and hold more. Frozen weights have no
         # state to shard: gathered, they may take more than whole.
-        return levels if self.run.shape.tied or self.run.adapter is not None else levels[-1:]
+        return levels[::-1] if self.run.shape.tied or self.run.adapter is not None else levels[-1:]
 
     @property
     def twigs(self) -> "Iterator[Twig]":

@@ -65,12 +65,12 @@ def _estimate_s(leaf: Leaf) -> float:
     if share is None or held is None:
         return float("inf")
     bounds, (shard,) = leaf.cut.time, leaf.sharding.levels
-    sharded, each_s = bounds.sharded(shard, leaf.sharding.replicate), _cost_s(leaf)[bounds.stages]
+    sharded, each_s = bounds.sharded(shard, leaf.sharding.replicate), _cost_s(leaf)[bounds.stages.by_rank]
     more_s = leaf.cut.run.num_microbatches * (share[:, None] * each_s).sum(axis=1)
     if leaf.strategy == "keep":
         # Moves overlap with compute; recomputation does not.
         return max(sharded.step_s, float((bounds.work[0].end_s() + more_s).max()) + sharded.after_s)
-    made_s = (held * np.array(leaf.cut.time.placed.costs.forward_s)[bounds.stages]).sum(axis=1)
+    made_s = (held * np.array(leaf.cut.time.placed.costs.forward_s)[bounds.stages.by_rank]).sum(axis=1)
     # The moves before a rank's peak may take longer than the forwards up to the peak.
     late_s = float(np.maximum(share * (held * each_s).sum(axis=1) - made_s, 0.0).max())
     return max(sharded.step_s, float(more_s.max())) + late_s
