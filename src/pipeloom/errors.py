@@ -204,7 +204,7 @@ class Interrupted(KeyboardInterrupt):
     @property
     def status(self) -> int:
         """Exit status: 75 for a scheduler's signal, otherwise 128 + the number of the signal, as shells report it."""
-        # EX_TEMPFAIL of sysexits.h: the same command, started again, goes on.
+        # EX_TEMPFAIL of sysexits.h: the same command, started again, resumes.
         return 75 if self.number in (signal.SIGTERM, signal.SIGUSR1) else 128 + self.number
 
 

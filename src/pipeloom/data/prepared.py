@@ -164,7 +164,7 @@ def _find_or_write(
 
 
 def tokenize_text(config: DataConfig, folder: Path, num_workers: int | None, *, is_quiet: bool) -> str:
-    """Tokenize a text into a folder that ``data.path`` takes; goes on where a stopped process ended.
+    """Tokenize a text into a folder that ``data.path`` takes; resumes where a stopped process ended.
 
     Args:
         config: the text and its tokenizer.

@@ -26,7 +26,7 @@ def delink(run: Path, folder: Path) -> Path:
 
     Args:
         run: a run folder, for its newest checkpoint.
-        folder: a new folder; its run file goes on from this checkpoint.
+        folder: a new folder; its run file resumes from this checkpoint.
 
     Returns:
         The checkpoint.
