@@ -54,7 +54,7 @@ class PipeloomError(Exception):
 
 
 class UserError(PipeloomError, ValueError):
-    """The input is wrong. The message says what was expected, what was found and what to change.
+    """The input is wrong. The message states what was expected, what was found and what to change.
 
     Examples:
         >>> from pipeloom import UserError, load_cluster

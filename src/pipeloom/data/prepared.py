@@ -206,7 +206,7 @@ def _corpus_of(config: DataConfig, sources: Sequence[Source], given: Tokenizer |
 
 
 def _cache(config: DataConfig) -> Path:
-    # As the XDG base directory specification says, an empty variable counts as unset.
+    # As the XDG base directory specification states, an empty variable counts as unset.
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return config.cache or home / "pipeloom"
 

@@ -82,7 +82,7 @@ class Checkpoints:
     The optimizer's state must exist; without an optimizer only weights are read. All ranks use rank 0's run folder.
 
     Attributes:
-        removes_old: whether a checkpoint that is written replaces older ones, as far as ``checkpoint.keep`` says.
+        removes_old: whether a checkpoint that is written replaces older ones, as far as ``checkpoint.keep`` states it.
     """
 
     removes_old = True
