@@ -54,7 +54,7 @@ class PipeloomError(Exception):
 
 
 class UserError(PipeloomError, ValueError):
-    """The input is wrong. The message says what was expected, what was found and what to change.
+    """The input is wrong. The message states what was expected, what was found and what to change.
 
     Examples:
         >>> from pipeloom import UserError, load_cluster
@@ -204,7 +204,7 @@ class Interrupted(KeyboardInterrupt):
     @property
     def status(self) -> int:
         """Exit status: 75 for a scheduler's signal, otherwise 128 + the number of the signal, as shells report it."""
-        # EX_TEMPFAIL of sysexits.h: the same command, started again, goes on.
+        # EX_TEMPFAIL of sysexits.h: the same command, started again, resumes.
         return 75 if self.number in (signal.SIGTERM, signal.SIGUSR1) else 128 + self.number
 
 

@@ -69,4 +69,4 @@ def test_a_folder_with_a_run_has_the_flag_that_goes_on(folder):
     config = load_run(output={"folder": write_run(folder)})
     with pytest.raises(UserError) as refused, take_run_folder(config):
         pass
-    assert printed(str(refused.value).replace(" to go on", "\n"), "--checkpoint.resume")[1] == str(folder)
+    assert printed(str(refused.value).replace(" to resume it", "\n"), "--checkpoint.resume")[1] == str(folder)

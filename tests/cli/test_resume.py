@@ -89,7 +89,7 @@ def finished(tmp_path_factory):
     write_text(folder)
     done = train(folder, "run", *LAYOUT, *STEPS)
     assert done.returncode == 0, done.stderr
-    assert f"`pipeloom train --checkpoint.resume {folder / 'run'}` goes on, with any layout" in done.stdout
+    assert f"`pipeloom train --checkpoint.resume {folder / 'run'}` resumes with any layout" in done.stdout
     return folder
 
 
@@ -140,7 +140,7 @@ def test_a_learning_rate_that_changes_is_in_the_output(finished):
     longer = [*STEPS, "--training.steps", "7", "--optimizer.lr-warmup-steps", "1"]
     done = train(finished, "longer", *LAYOUT, *longer, "--checkpoint.resume", str(checkpoint))
     assert same.returncode == done.returncode == 0, done.stderr
-    after = float(re.search(r"these settings give it (\S+), and go on from there\n", done.stdout)[1])
+    after = float(re.search(r"these settings give it (\S+), and continue from there\n", done.stdout)[1])
     assert f"step 4 had a learning rate of {before:.3g}; these" in done.stdout
     assert "a step reads" not in done.stdout
     assert after > metrics(finished / "longer")[4]["lr"] > before

@@ -1,4 +1,4 @@
-"""``pipeloom survive``: goodput of three ways to go on, a table of failures, and refusals that name everything."""
+"""``pipeloom survive``: goodput of three ways to continue, a table of failures, and refusals that name everything."""
 
 import json
 from contextlib import redirect_stdout

@@ -124,7 +124,7 @@ def test_a_process_that_dies_is_an_error_and_the_rest_stays(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizing.sys, "executable", "/bin/false")
-    with pytest.raises(RunError, match=r"a process that tokenizes ended .*the same command goes on where it stopped"):
+    with pytest.raises(RunError, match=r"a process that tokenizes ended .*the same command resumes where it stopped"):
         write(tmp_path / "entry", texts, 3000, 2)
     assert not (tmp_path / "entry.parts").exists(), "nothing was done"
 

@@ -17,9 +17,9 @@ class Options:
 
     upcycle copies each feed-forward block of a dense run into experts; its run file starts from these weights, without
     optimizer state. delink gives each layer of a run with model.share_layers its own copy of the weights and of the
-    optimizer's state, divided among the layers; its run file goes on. densify makes dense matrices of those of which
-    blocks are kept (model.density), with zeros elsewhere; its run file goes on. These compute what the old model did.
-    merge adds up what several runs learned from one base; its run file starts from these weights.
+    optimizer's state, divided among the layers; its run file resumes the run. densify makes dense matrices of those of
+    which blocks are kept (model.density), with zeros elsewhere; its run file resumes the run. These compute what the
+    old model did. merge adds up what several runs learned from one base; its run file starts from these weights.
     """
 
     how: Annotated[Literal["upcycle", "delink", "densify", "merge"], Place("HOW")]

@@ -48,10 +48,10 @@ class Options(RunConfig):
     """Options of ``pipeloom survive``.
 
     Goodput is the share of time in which the run makes the progress of the fastest layout on all its nodes: its own, or
-    that of the planner. Failures of nodes are random, or those of a file. Three ways to go on are compared: wait for
+    that of the planner. Failures of nodes are random, or those of a file. Three ways to continue are compared: wait for
     the node, use fewer replicas of the pipeline, and plan another layout for the nodes that are up. All start again
     from the last checkpoint; any layout reads it.
-    --rebalance-every adds a simulation of peers that come and go while the others go on, which train cannot do.
+    --rebalance-every adds a simulation of peers that come and go while the others continue, which train cannot do.
     """
 
     mtbf: Common[str | None] = None
@@ -113,7 +113,7 @@ class _Hazard:
 
 
 def run(words: list[str]) -> int:
-    """Parse, walk over the failures once for each way to go on, print."""
+    """Parse, walk over the failures once for each way to continue, print."""
     options = parse_config(COMMAND, words, described_problems)
     hazard, checkpoint_s, restart_s, moves = _inputs(options)
     own = waits(options)(nodes_of(options))
@@ -143,7 +143,7 @@ class _Walked:
     """A walk over the failures.
 
     Attributes:
-        name: of the way to go on.
+        name: of the way to continue.
         goodput: of the walk.
         layouts: number of nodes that were up -> what ran on them.
         fastest_s: seconds of the fastest step of all ways, relative to which speeds are.
@@ -308,7 +308,7 @@ def _events(rows: list[dict[str, str]], num_nodes: int) -> Iterator[Event | str]
 def _sections(options: Options, hazard: _Hazard, stops: Stops, walks: list[_Walked], step_s: float) -> list[Section]:
     nodes, job_s = nodes_of(options), hazard.mtbf_s / nodes_of(options)
     spares = f" and {count(options.spares, 'spare')}" if options.spares else ""
-    shares = table("way to go on", _COLUMNS)
+    shares = table("way to continue", _COLUMNS)
     for one in walks:
         shares.add_row(one.name, *(percent(one.goodput.shares[part]) for part in _COLUMNS))
     steps = round(stops.interval_s / step_s)
@@ -389,7 +389,7 @@ def _to_json(
 
     Keys: ``num_nodes``, ``num_spares``, ``mtbf_s`` (of a node), ``span_s``, ``checkpoint_s``, ``restart_s``,
     ``best_interval_s``, ``fastest_step_s`` (of the layout at whose speed all time would be useful), ``ways`` (of each
-    way to go on the shares of the time, and ``num_failures``), ``not_planned`` (why no layout is planned anew). With
+    way to continue the shares of the time, and ``num_failures``), ``not_planned`` (why no layout is planned anew). With
     --rebalance-every also ``peers``: by ``never`` and ``rebalanced`` the share of the speed of the nodes that are up
     (``of_up``), of all nodes (``of_all``), ``num_moves``, and ``empty_s`` in which a pipeline rank had no node.
     """

@@ -72,7 +72,7 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         TOKENIZER_CONFIG: "its end-of-text token and chat template, for transformers",
         names.SAMPLE: "a prompt from the validation text, and text from the model",
         names.SUMMARY: "these numbers",
-        "checkpoints": f"its state; `pipeloom train --checkpoint.resume {quoted(folder)}` goes on, with any layout",
+        "checkpoints": f"its state; `pipeloom train --checkpoint.resume {quoted(folder)}` resumes with any layout",
         names.WEIGHTS: "the weights",
         names.WEIGHTS_INDEX: "the weights; which parameter is in which file",
         names.REPORT: "all of it as one page; open it in a browser",

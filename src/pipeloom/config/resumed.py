@@ -1,4 +1,4 @@
-"""What a run that goes on from a checkpoint has of the run that wrote it: configuration, model, first weights."""
+"""What a run that resumes from a checkpoint has of the run that wrote it: configuration, model, first weights."""
 
 from contextlib import suppress
 from dataclasses import replace

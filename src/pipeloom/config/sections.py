@@ -437,11 +437,11 @@ class RestartConfig:
     """What happens when a process of a run fails. Under a launcher, the launcher starts processes again."""
 
     times: CountOrNone = 0
-    """How often failures of each rank may start the processes of the run again. The run then goes on from the newest
+    """How often failures of each rank may start the processes of the run again. The run then resumes from the newest
     state that all ranks keep in shared memory, or else from the last checkpoint. 0: a failure ends the run."""
     layout: Literal["same", "plan"] = "same"
     """When a rank has failed more often. same: the run ends. plan: the planner chooses a layout of one rank less, and
-    the run goes on with the same batches."""
+    the run resumes with the same batches."""
     keep_every: Count | None = None
     """Steps between states in shared memory, of which each rank has two. None: 1."""
 

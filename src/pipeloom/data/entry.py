@@ -217,7 +217,7 @@ def write_entry(folder: Path, corpus: Corpus, num_workers: int | None = None, *,
             except KeyboardInterrupt as error:
                 done, every = len(list(parts.glob("*.npy"))), len(job.units())
                 error.add_note(
-                    f"{done} of {every} parts are done, in {parts}; the same command goes on with the others"
+                    f"{done} of {every} parts are done, in {parts}; the same command resumes with the others"
                 )
                 raise
         draft = parts / "entry"

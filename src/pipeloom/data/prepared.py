@@ -164,7 +164,7 @@ def _find_or_write(
 
 
 def tokenize_text(config: DataConfig, folder: Path, num_workers: int | None, *, is_quiet: bool) -> str:
-    """Tokenize a text into a folder that ``data.path`` takes; goes on where a stopped process ended.
+    """Tokenize a text into a folder that ``data.path`` takes; resumes where a stopped process ended.
 
     Args:
         config: the text and its tokenizer.
@@ -206,7 +206,7 @@ def _corpus_of(config: DataConfig, sources: Sequence[Source], given: Tokenizer |
 
 
 def _cache(config: DataConfig) -> Path:
-    # As the XDG base directory specification says, an empty variable counts as unset.
+    # As the XDG base directory specification states, an empty variable counts as unset.
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return config.cache or home / "pipeloom"
 

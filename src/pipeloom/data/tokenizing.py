@@ -1,4 +1,4 @@
-"""Tokenizes a corpus of any size: in units, in several processes, in bounded memory; a stopped one goes on.
+"""Tokenizes a corpus of any size: in units, in several processes, in bounded memory; a stopped one resumes.
 
 A unit is some 16 MiB of text: documents of several files, or part of a file. Each becomes a few files,
 
@@ -281,5 +281,5 @@ def _failure(worker: "subprocess.Popen[str]", answer: str) -> BaseException:
     how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"status {code}"
     return RunError(
         f"a process that tokenizes ended ({how}), perhaps because memory was short; "
-        "the same command goes on where it stopped"
+        "the same command resumes where it stopped"
     )

@@ -238,7 +238,7 @@ class Executor:
     def note_ended(self) -> None:
         """Note in the log what has ended without a waiting action; another thread calls it while the run hangs."""
         cells, now_ns = self._log.cells, _now()
-        # Copies: the rank's thread may go on meanwhile.
+        # Copies: the rank's thread may continue meanwhile.
         for slot, pending in [*self._under_way.items(), *self._done.items()]:
             if cells[2 * slot + 1] < abs(cells[2 * slot]) and pending.has_passed():
                 cells[2 * slot + 1] = now_ns

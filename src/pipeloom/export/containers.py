@@ -17,7 +17,7 @@ MAX_RESTARTS = 100
 """Failures after which a controller does not start the run again.
 
 Kubeflow Trainer and SkyPilot count over the whole job, and progress does not set them back. A run of 49 days with a
-failure every 2.6 days has 19, by chance up to 35: with this limit runs of months go on. A job that always fails must
+failure every 2.6 days has 19, by chance up to 35: with this limit runs of months continue. A job that always fails must
 end eventually, and a start takes minutes.
 """
 

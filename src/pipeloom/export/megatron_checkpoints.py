@@ -13,7 +13,9 @@ from pipeloom.terminal.words import count
 
 def about_the_end(job: Job) -> str:
     """A sentence about the ways to end before the last step."""
-    after = "The script ends with status 75 where a run that goes on later wrote a checkpoint, and resumes from it."
+    after = (
+        "The script ends with status 75 where an incomplete run wrote a checkpoint. Started again, it resumes from it."
+    )
     if not job.config.checkpoint.grace_s:
         return f"SIGTERM ends the run at once, without a checkpoint (checkpoint.grace_s 0). {after}"
     return (

@@ -145,7 +145,7 @@ def _flags(job: Job) -> list[Flag]:
 def _checkpoint_flags(job: Job) -> list[Flag]:
     config, own = job.config, job.config.checkpoint
     interval = job.interval or (None if "training.steps" in unset(config) else config.training.known_steps)
-    # After the last step it writes one as well. Without the state of the optimizer, its default, none could go on.
+    # After the last step it writes one as well. Without the state of the optimizer, its default, no run could resume.
     flags = [flag("--checkpoint.enable"), flag("--checkpoint.no-last_save_model_only")]
     flags += [] if interval is None else [flag("--checkpoint.interval", interval)]
     flags += [flag("--checkpoint.async_mode", "async")] if own.background else []

@@ -112,7 +112,7 @@ def insert_weight_gradients(
 
 def timed_rows(state: clocked.State) -> TimedRows | None:
     """Rows of a finished kernel; ``None`` if a rank could not finish its row."""
-    # The kernel writes a start for each action that it places, and stops where nothing can go on.
+    # The kernel writes a start for each action that it places, and stops where nothing can continue.
     if (state.starts < 0).any():
         return None
     columns = zip(state.kind, state.stage, state.microbatch, strict=True)

@@ -213,7 +213,7 @@ def finished(steps: Steps[_Value]) -> _Value:
 
 
 def in_turns(first: Steps[_Value], second: Steps[_Value]) -> tuple[_Value, _Value]:
-    """The results of two computations with equally many pauses; each goes on where the other pauses."""
+    """The results of two computations with equally many pauses; each continues where the other pauses."""
     while True:
         try:
             next(first)

@@ -12,7 +12,7 @@ and there are ``M`` of them, one for each micro-batch. Number them, in a given s
 - a forward waits for gathers of its stage and of the earlier stages of its rank, whose first forwards were before it;
 - with room for ``c`` inputs of a stage, its ``k``-th forward waits until ``k - c`` of its input gradients have ended.
 
-*Tails.* After the end of the ``j``-th last operation of a link, the step goes on for at least ``T(j)``, where
+*Tails.* After the end of the ``j``-th last operation of a link, the step continues for at least ``T(j)``, where
 
 - ``T(j) >= p' + T'(j)`` for every link that follows, since ``j`` operations of it have not started, and the first of
   these to run is at least its ``j``-th last one;
@@ -89,7 +89,7 @@ class _Link:
         before: the link that precedes it; ``None`` for the first.
         after: links that follow.
         release_s: no operation starts earlier.
-        end_s: the step goes on for so long after the last operation.
+        end_s: the step continues for so long after the last operation.
         heads: earliest starts, of the first operation first.
         tails: least seconds after an operation, of the last one first.
     """

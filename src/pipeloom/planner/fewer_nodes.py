@@ -129,7 +129,7 @@ def question_on(
         fused_norm=run.fused_norm,
         boundary=run.boundary,
     )
-    # A training goes on with the balance that it began with, whichever orders that leaves out.
+    # A training resumes with the balance that it began with, whichever orders that leaves out.
     return replace(of_training(question, config), balance=config.model.known_balance)
 
 

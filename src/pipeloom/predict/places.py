@@ -77,7 +77,7 @@ def shared_links(placed: Placed, placement: Placement, partners: Sequence[int] |
     The seconds of a transfer or collective between nodes already assume that it shares the adapter with the same action
     on adjacent devices of its pipeline rank (``Cluster.sharing``); other concurrent actions on the adapter share it
     here. An adapter sends and receives at full rate at the same time: a transfer leaves through its sender's uplink and
-    goes on through its receiver's downlink, a collective uses both of its rank
+    continues through its receiver's downlink, a collective uses both of its rank
     (docs/decisions/0098-a-link-has-two-ends.md). A message that a slower link between two kinds of nodes limits leaves
     most of a faster adapter to others, and does not share it.
 

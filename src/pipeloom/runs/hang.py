@@ -139,7 +139,7 @@ def find_blockers(ranks: Sequence[LoggedRank], schedules: Mapping[str, Schedule]
         found += blockers
         if not blockers:
             waits[one.rank] = own.waits_for
-    # A run that goes on has a rank with a sign of life; the clock is that of its host.
+    # A run that continues has a rank with a sign of life; the clock is that of its host.
     is_live = any(one.process in ("runs", "is stopped") for one in ranks)
     now_ns = time.monotonic_ns() if is_live else max(max(one.beat_ns, one.last_ns) for one in ranks)
     found.sort(key=lambda it: (it.rank != failed.rank, *_rank_of(it, by_rank[it.rank])))

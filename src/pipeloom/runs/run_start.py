@@ -59,7 +59,7 @@ def take_run_folder(config: RunConfig) -> Iterator[FolderLock]:
         if has_run and not (resume is not None and goes_on_in(resume, path)):
             raise UserError(
                 f"{path} contains a run already; choose another --output.folder, move it away, or add "
-                f"--checkpoint.resume {quoted(path)} to go on with it"
+                f"--checkpoint.resume {quoted(path)} to resume it"
             )
         _remove_drafts(path)
         yield lock

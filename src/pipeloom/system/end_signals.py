@@ -44,7 +44,7 @@ def handled(handler: Callable[[int, FrameType | None], object]) -> Iterator[None
     before = {number: signal.signal(number, handler) for number in not_ignored()}
     try:
         for number in before:
-            signal.siginterrupt(number, False)  # a system call that libraries have begun goes on
+            signal.siginterrupt(number, False)  # a system call that libraries have begun continues
         yield
     finally:
         for number, old in before.items():

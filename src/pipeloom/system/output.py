@@ -33,7 +33,7 @@ class _Pipe(io.RawIOBase):
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Context in which a command goes on when the reader of its output has ended, as ``head`` does.
+    """Context in which a command continues when the reader of its output has ended, as ``head`` does.
 
     The command then still writes its files, and its status is its own.
     """

@@ -57,7 +57,7 @@ def hanging(text: str, indent: int) -> str:
 
     Args:
         text: lines whose texts begin behind ``indent`` characters.
-        indent: of the lines that a long one goes on in, which begin two characters further.
+        indent: of the lines that a long one continues in, which begin two characters further.
     """
     if not _has_width():
         return text

@@ -27,7 +27,7 @@ class Again:
 
     Attributes:
         folder: in shared memory; ``None`` without ``restart.times``.
-        step: of the state in ``before`` to go on from; ``None`` for a checkpoint, or the begin.
+        step: of the state in ``before`` to resume from; ``None`` for a checkpoint, or the begin.
         before: folder with that state.
         is_again: whether processes of this run have failed before.
         since: steps before the first one under this layout.
@@ -125,7 +125,7 @@ class Restarts:
         return step, own
 
     def _leave_out(self, rank: int, error: RunError) -> str:
-        """Go on with fewer ranks, or raise the error; returns the layout in words."""
+        """Continue with fewer ranks, or raise the error; returns the layout in words."""
         from pipeloom.training.automatic.fewer_ranks import with_fewer_ranks  # not at the start: it loads the planner
 
         fewer = with_fewer_ranks(self.config) if self.config.restart.layout == "plan" else None

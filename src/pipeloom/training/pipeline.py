@@ -134,7 +134,7 @@ class Pipeline:
         self._evaluator = self._executor(self._forwards(), outputs, name="validation")
 
     def divide(self, config: RunConfig) -> None:
-        """Go on with a configuration in which replicas take other numbers of micro-batches; weights stay.
+        """Continue with a configuration in which replicas take other numbers of micro-batches; weights stay.
 
         Messages, groups and gradients do not depend on the numbers: each stage is reduced once.
         """
@@ -369,7 +369,7 @@ class Pipeline:
         self._log.beat()
         if is_quiet:
             self._running.note_ended()
-        # Empty where the rank goes on: the place of an earlier wait is no news of a later one.
+        # Empty where the rank continues: the place of an earlier wait is no news of a later one.
         self._log.note(where_threads_are() if is_quiet else "")
 
     def _position(self) -> str:

@@ -256,7 +256,7 @@ def _changed_rate(config: RunConfig, folder: RunFolder, choice: Choice | None) -
     if last["step"] != done or done == steps or not isinstance(before, float) or isclose(before, after, rel_tol=1e-6):
         return ""
     had = f"step {done} had a learning rate of {before:.3g}"
-    return f"\n           {had}; these settings give it {after:.3g}, and go on from there"
+    return f"\n           {had}; these settings give it {after:.3g}, and continue from there"
 
 
 def _unused_size(config: RunConfig, data: Data, choice: Choice | None) -> str:

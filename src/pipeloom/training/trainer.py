@@ -69,7 +69,7 @@ class Trainer:
         folder: of the run.
         quiet: whether no progress is printed.
         begun_s: start of the run on the host's monotonic clock; ``None`` for now.
-        again: where states are kept, and which one to go on from.
+        again: where states are kept, and which one to resume from.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class Trainer:
         return found
 
     def write(self, step: int, cause: Cause, *, in_background: bool) -> bool:
-        """Write a checkpoint; returns whether a thread writes it while training goes on."""
+        """Write a checkpoint; returns whether a thread writes it while training continues."""
         self._settle()
         info = replace(self._info(step), cause=cause)
         # Broken weights put every step out of range: their checkpoints must not replace those from before.
@@ -260,7 +260,7 @@ class Trainer:
             self._again.leave_before()
 
     def ended(self, *, waits: bool) -> float | None:
-        """Seconds that the thread wrote for; ``None`` if there is none, or it goes on. Raises its error."""
+        """Seconds that the thread wrote for; ``None`` if there is none, or it still writes. Raises its error."""
         return self._checkpoints.ended(waits=waits)
 
     def _info(self, step: int) -> CheckpointInfo:
@@ -305,7 +305,7 @@ class Trainer:
         return predicted_traces(schedules, self._profile)
 
     def _use(self, config: RunConfig) -> None:
-        """Go on with another division of the batch among the replicas. Collective."""
+        """Continue with another division of the batch among the replicas. Collective."""
         if config.layout == self._config.layout:
             return
         self._config = config
@@ -352,7 +352,7 @@ class Trainer:
             self._pass_over(step, self._problem)
             return loss, squares**0.5, result
         if self._problem is not None and math.isfinite(loss + squares):
-            raise RunError(f"{self._problem}; training.on_spike skip or rollback goes on without such a step")
+            raise RunError(f"{self._problem}; training.on_spike skip or rollback continues without such a step")
         if not math.isfinite(loss + squares):
             raise RunError(
                 f"the loss of step {step} is {loss}, its gradient norm {squares**0.5}; "

@@ -15,7 +15,7 @@ from pipeloom.schedule.whole_batch import WHOLE_BATCH, interleaved_stage
 
 
 class ExpertLoads(Part):
-    """Sums the counts of a stage's experts over the replicas, while the rank goes on, and sets the mode of the stages.
+    """Sums the counts of a stage's experts over the replicas, while the rank continues, and sets the stages' mode.
 
     The sum starts behind the last forward of the stage. Where a balance loss has the loads of the whole batch, it ends
     before the stage's first backward, otherwise with the step. Rows of all replicas are equal, so that they start

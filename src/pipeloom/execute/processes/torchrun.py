@@ -1,7 +1,7 @@
 """torchrun that ends with the status of its processes.
 
 torchrun itself ends with 1 whatever its processes end with, so that a scheduler could not distinguish a failure from a
-run that ended in order and goes on later (75). ``torchrun.sh`` of ``pipeloom launch`` starts this module on each node.
+run that ended in order and resumes later (75). ``torchrun.sh`` of ``pipeloom launch`` starts this module on each node.
 """
 
 import sys

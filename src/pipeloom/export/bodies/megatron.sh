@@ -39,7 +39,7 @@ done
 now="$(saved)"
 if ((status == 0)) && [[ $now =~ ^[0-9]+$ ]] && ((now >= steps)); then exit 0; fi
 if ((status == 0)) || { ((is_ended)) && [[ $now != "$before" ]]; }; then
-  echo "${BASH_SOURCE[0]##*/}: ended at step $now of $steps, to go on from its checkpoint: status 75" >&2
+  echo "${BASH_SOURCE[0]##*/}: ended at step $now of $steps, to resume from its checkpoint: status 75" >&2
   exit 75
 fi
 exit "$status"

@@ -59,7 +59,7 @@ if ((number > max_restarts)); then
 fi
 echo "$number" >"$failures"
 if ((status == 75 || is_late)); then
-  echo "ended with status $status, to go on: queued again" # 75: ended in order
+  echo "ended with status $status, to be resumed: queued again" # 75: ended in order
 else
   echo "ended with status $status: queued again"
 fi

@@ -190,7 +190,7 @@ def leave_resource(state: State, place: int, resource: Ints, is_patient: Bools) 
 
 
 def end_node(state: State, node: int, now: float, onward: Ints) -> None:
-    """Note when a node has ended, and let it leave those that go on to a second resource."""
+    """Note when a node has ended, and let it leave those that continue on a second resource."""
     state.ends[node] = now
     if onward[node] > 0:
         state.size[1] -= 1

@@ -82,7 +82,7 @@ class Checkpoints:
     The optimizer's state must exist; without an optimizer only weights are read. All ranks use rank 0's run folder.
 
     Attributes:
-        removes_old: whether a checkpoint that is written replaces older ones, as far as ``checkpoint.keep`` says.
+        removes_old: whether a checkpoint that is written replaces older ones, as far as ``checkpoint.keep`` states it.
     """
 
     removes_old = True
@@ -138,7 +138,7 @@ class Checkpoints:
             self._write(info, self._held(is_shared_out=True))
 
     def begin(self, info: CheckpointInfo) -> bool:
-        """Copy what this rank writes to host memory, and write the copy in a thread while training goes on.
+        """Copy what this rank writes to host memory, and write the copy in a thread while training continues.
 
         ``ended`` must have returned the result of an earlier ``begin``.
 
@@ -261,7 +261,7 @@ class Checkpoints:
 
         Args:
             folder: of the files of all ranks.
-            step: that the run goes on from.
+            step: that the run resumes from.
 
         Raises:
             RunError: there is no room; raised on all ranks.

@@ -19,7 +19,7 @@ class Kept:
         folder: in shared memory.
         rank: of this process.
         held: what the rank holds, as in a checkpoint; the tensors of later states have the same sizes.
-        step: that the run goes on from. States of later steps in an earlier file of the rank do not count any more:
+        step: that the run resumes from. States of later steps in an earlier file of the rank do not count any more:
             with them, a rank could write over the only state that all ranks have.
 
     Raises:

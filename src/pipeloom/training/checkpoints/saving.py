@@ -30,10 +30,10 @@ class Writer(Protocol):
     """Writes the state of a run; all ranks call all methods in the same order."""
 
     def write(self, step: int, cause: Cause, *, in_background: bool) -> bool:
-        """Write a checkpoint; returns whether a thread writes it while training goes on."""
+        """Write a checkpoint; returns whether a thread writes it while training continues."""
 
     def ended(self, *, waits: bool) -> float | None:
-        """Seconds that the thread wrote for; ``None`` if there is none, or it goes on. Raises its error."""
+        """Seconds that the thread wrote for; ``None`` if there is none, or it still writes. Raises its error."""
 
 
 class Saving:

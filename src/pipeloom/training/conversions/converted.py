@@ -1,4 +1,4 @@
-"""Reads a run for a conversion of its model, and writes the folder of the run that goes on."""
+"""Reads a run for a conversion of its model, and writes the folder of the run that resumes from it."""
 
 import shutil
 import warnings

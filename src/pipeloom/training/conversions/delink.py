@@ -26,7 +26,7 @@ def delink(run: Path, folder: Path) -> Path:
 
     Args:
         run: a run folder, for its newest checkpoint.
-        folder: a new folder; its run file goes on from this checkpoint.
+        folder: a new folder; its run file resumes from this checkpoint.
 
     Returns:
         The checkpoint.
@@ -67,7 +67,7 @@ def _copies(reader: CheckpointReader, sharing: Sharing, rule: Optimizer, name: s
             state = prefix.split(".")[1]
             if state not in rule.powers:
                 raise UserError(
-                    f"optimizer.name {name} does not say which power of the gradient its state {state} is of "
+                    f"optimizer.name {name} does not state which power of the gradient its state {state} is of "
                     "(Optimizer.powers), so it cannot be divided among layers; start from the weights alone"
                 )
             value = tensor / float(sharing.size ** rule.powers[state])

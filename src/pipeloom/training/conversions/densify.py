@@ -16,7 +16,7 @@ from pipeloom.workload.model import model_settings
 
 
 def densify(run: Path, folder: Path) -> Path:
-    """Write a run folder with dense matrices in place of kept blocks, from which the run goes on.
+    """Write a run folder with dense matrices in place of kept blocks, from which the run resumes.
 
     Outside of its blocks a matrix is zero, and so is the optimizer's state there. So the model computes what it did,
     up to the order of sums, and the next step is the first one that moves these elements.

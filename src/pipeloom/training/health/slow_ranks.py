@@ -1,4 +1,4 @@
-"""Names slow ranks while the run goes on, from the seconds of compute that each step measures anyway."""
+"""Names slow ranks during the run, from the seconds of compute that each step measures anyway."""
 
 import socket
 from collections import deque

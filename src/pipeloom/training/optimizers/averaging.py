@@ -25,8 +25,8 @@ class Averaging:
     descent with Nesterov momentum, in the type of the optimizer's weights. All replicas compute it, with equal bits.
 
     With ``optimizer.outer_delayed`` an average runs in the background of the next step (arXiv 2501.18512, section 2.3).
-    At the end of that step all replicas do its outer step with the weights that they have in common. Each goes on from
-    there by the way of its own that is not in an average yet.
+    At the end of that step all replicas do its outer step with the weights that they have in common. Each continues
+    from there by the way of its own that is not in an average yet.
 
     Args:
         config: resolved.
