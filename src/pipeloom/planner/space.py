@@ -135,15 +135,17 @@ class Arrangement(OfPlaced):
         return Cut(self.placed.of(run), self)
 
     @cached_property
-    def _families(self) -> tuple[str, ...]:
-        names = self.question.families_of_parts if self.run.divides_microbatches else self.question.families
-        return tuple(name for name in names if FAMILIES[name].splits_backward == self.splits)
+    def _families(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The families of schedules with one stage on each rank, and with several."""
+        every = self.question.families_of_parts if self.run.divides_microbatches else self.question.families
+        names = [name for name in every if FAMILIES[name].splits_backward == self.splits]
+        has_family, ranks = self.question.launcher.has_family, self.run.pp
+        one, several = (tuple(name for name in names if has_family(name, ranks, stages)) for stages in (1, 2))
+        return one, several
 
     def choices(self, loops: int, placement: str) -> tuple[Choice, ...]:
         """Schedules of such stages."""
-        has_family = self.question.launcher.has_family
-        names = tuple(name for name in self._families if has_family(name, self.run.pp, loops))
-        return schedules_of(names, self.run.pp, loops, placement, self.run.num_microbatches)
+        return schedules_of(self._families[loops > 1], self.run.pp, loops, placement, self.run.num_microbatches)
 
     def shardings(self) -> list["Sharding"]:
         """Shardings over all data-parallel ranks, or over those of a node."""
