@@ -1,5 +1,7 @@
 """What a run prints of itself before its first step and behind its last one."""
 
+import errno
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,7 +13,7 @@ from pipeloom.config import AdapterConfig, ModelConfig
 from pipeloom.data.entry import Summary
 from pipeloom.data.prepared import sizes_of
 from pipeloom.predict.describe import completed
-from pipeloom.training.run import _announce, _read_again
+from pipeloom.training.run import _announce, _read_again, _say
 from pipeloom.training.stages import stage_of
 from pipeloom.workload.layout import Layout
 
@@ -33,6 +35,16 @@ def batch_line(config):
     _announce(config, lines.append)
     (found,) = (line for line in lines if line.startswith("batch"))
     return found
+
+
+def test_a_terminal_that_was_closed_ends_no_run(monkeypatch):
+    def refuse(text):
+        raise OSError(errno.EIO, text)
+
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=refuse, flush=lambda: None, isatty=lambda: False))
+    _say("restart    started again from step 6")
+    with pytest.raises(OSError, match="started again"):
+        sys.stdout.write("started again")
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from pipeloom.runs.run_start import draft_start, take_run_folder
 from pipeloom.schedule import Kind
 from pipeloom.system.end_signals import raised_signals
 from pipeloom.terminal.console import hanging
+from pipeloom.terminal.guard import print_beside
 from pipeloom.terminal.progress import restore_terminal
 from pipeloom.terminal.words import count, format_bytes, passes_of
 from pipeloom.training.adapted import with_adapted_check
@@ -109,7 +110,7 @@ _INDENT = 11
 
 
 def _say(text: str) -> None:
-    print(hanging(text, _INDENT), flush=True)  # noqa: T201  start message
+    print_beside(hanging(text, _INDENT), sys.stdout)
 
 
 def _say_nothing(_text: str) -> None:

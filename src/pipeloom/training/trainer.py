@@ -1,6 +1,7 @@
 """The training loop of one rank."""
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -27,6 +28,7 @@ from pipeloom.runs.run_start import go_back
 from pipeloom.runs.sample import format_sample
 from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
 from pipeloom.system.files import strict_json
+from pipeloom.terminal.guard import print_beside
 from pipeloom.trace import Trace, to_chrome
 from pipeloom.training.again import NEVER, Again
 from pipeloom.training.automatic.division import Division
@@ -284,8 +286,7 @@ class Trainer:
             profile = self._pipeline.profile(self._pipeline.batch(windows))
             within_s, behind_s = self._updates.seconds(self._world)
             average_s = 0.0 if self._averaging is None else self._averaging.seconds()
-        say = _say_nothing if self._quiet else print
-        self._use(self._division.measured(self._config, profile, say))
+        self._use(self._division.measured(self._config, profile, self._say))
         if profile is None:  # on all ranks but 0
             return
         self._profile = profile.with_costs(update_s=within_s)
@@ -425,6 +426,10 @@ class Trainer:
             go_back(self._folder, done.step)
         self._warn(f"{problem}; back to step {done.step}, without the batches since")
 
+    def _say(self, text: str) -> None:
+        if not self._quiet:
+            print_beside(text, sys.stdout)
+
     def _warn(self, text: str) -> None:
         if self._world.rank == 0:
             self._folder.add_warning(text)
@@ -489,10 +494,6 @@ class Trainer:
         if self._averaging is not None:
             self._averaging.settle()
         self._declared.check(again=True)
-
-
-def _say_nothing(_text: str) -> None:
-    pass
 
 
 def _bubble_fraction(trace: Trace | None) -> float | None:
