@@ -342,6 +342,11 @@ def _announce(config: RunConfig, say: _Say) -> None:
         # Not a problem: a trial of a few steps of a run file is common.
         reached = f"at most {steps / rising:.0%} of optimizer.lr"
         lines["rate"] = f"{reached}, since optimizer.lr_warmup_steps {rising:,} are more than training.steps {steps:,}"
+    if config.adapter.rank is not None and config.checkpoint.start is None:
+        lines["warning"] = (
+            f"adapter.rank {config.adapter.rank} trains adapters of random weights, which stay as they are; start from "
+            "trained ones with --checkpoint.init DIR, or leave adapter.rank out"
+        )
     if schedule.budget_bytes is not None:
         home = "memory of the host" if schedule.swap_folder is None else f"files in {schedule.swap_folder}"
         what = "stages" if config.swaps_stages else "experts"
