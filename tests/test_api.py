@@ -184,7 +184,7 @@ def test_a_misspelled_a_missing_and_a_wrong_argument_are_one_message():
     assert str(caught.value).splitlines() == [
         "the call of make_schedule() has 4 problems:",
         unknown,
-        "  - the argument 'num_microbatches' is missing",
+        "  - the argument 'num_microbatches' is missing; it must be a whole number",
         "  - pp must be a whole number, found '4'",
         "  - loops must be a whole number or None, found True",
     ]

@@ -109,9 +109,10 @@ def test_registration_imports_no_plug_in(things, tmp_path):
 
 
 def test_a_value_of_another_type_is_refused(things, tmp_path):
-    write_plugin(tmp_path, "one_plugin", adds("new", "'text'"), {GROUP: "new"})
+    file = write_plugin(tmp_path, "one_plugin", adds("new", "'text'"), {GROUP: "new"})
     assert list(things) == ["own"]
-    assert things.broken["new"].endswith("is left out: a thing must be of type int, found 'text' for 'new'")
+    reason = "a thing must be of type int, found 'text' for 'new'"
+    assert f"is left out: {reason}, in {file}, line 2: THINGS.add('new', 'text')" in things.broken["new"]
 
 
 def test_a_module_without_the_value_is_named(things, tmp_path):
@@ -126,6 +127,19 @@ def test_a_wrong_entry_of_a_module_leaves_out_no_other_value_of_it(things, tmp_p
     listed.write_text(listed.read_text() + "late = one_plugin\n")
     assert dict(things) == {"own": 0, "late": 1}
     assert list(things.broken) == ["early"]
+
+
+def test_names_of_one_module_that_cannot_be_imported_are_left_out_with_one_message(things, tmp_path, capsys):
+    file = write_plugin(tmp_path, "one_plugin", adds("new") + "x = y\n", {GROUP: "new"})
+    (listed,) = tmp_path.glob("*.dist-info/entry_points.txt")
+    listed.write_text(listed.read_text() + "newer = one_plugin\nnewest = one_plugin\n")
+    assert list(things) == ["own"]
+    sentence = (
+        "the things 'new', 'newer' and 'newest' of one_plugin 1.0 are left out: NameError: name 'y' is not defined"
+    )
+    assert things.broken == dict.fromkeys(["new", "newer", "newest"], f"{sentence}, in {file}, line 3: x = y")
+    assert main(["schedule", "1f1b", "--pp", "2", "--num-microbatches", "2"]) == 0
+    assert capsys.readouterr().err.count("left out") == 1
 
 
 def test_a_command_mentions_a_broken_plug_in_once_and_goes_on(things, tmp_path, capsys):

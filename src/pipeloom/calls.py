@@ -57,7 +57,7 @@ def _check(what: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     given = {**dict(zip(parameters, args, strict=False)), **kwargs}
     problems = list[str]()
     if not _has_right_names(what, len(args), tuple(kwargs)):
-        problems += _name_problems(parameters, args, kwargs)
+        problems += _name_problems(parameters, hints, args, kwargs)
     for key in parameters:
         if key in given and not _test(hints[key])(given[key]):
             problems += value_problems(key, hints[key], given[key], what)
@@ -76,7 +76,7 @@ def _parameters(what: Callable[..., Any]) -> tuple[dict[str, Parameter], dict[st
 def _has_right_names(what: Callable[..., Any], num_args: int, names: tuple[str, ...]) -> bool:
     """Whether a call names what there is, and all that has no default; the same for calls with other values."""
     values = dict.fromkeys(names)
-    return not any(_name_problems(_parameters(what)[0], [None] * num_args, values))
+    return not any(_name_problems(*_parameters(what), [None] * num_args, values))
 
 
 @cache
@@ -86,7 +86,7 @@ def _num_own(what: Callable[..., Any]) -> int:
 
 
 def _name_problems(
-    parameters: Mapping[str, Parameter], args: Sequence[Any], kwargs: Mapping[str, Any]
+    parameters: Mapping[str, Parameter], hints: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[str]:
     by_place = [name for name, one in parameters.items() if one.kind is Parameter.POSITIONAL_OR_KEYWORD]
     single = [name for name, one in parameters.items() if one.kind is not Parameter.VAR_KEYWORD]
@@ -105,7 +105,7 @@ def _name_problems(
         # What a function takes by any name, it checks itself; but a misspelled argument is also missing.
         if name not in single and (len(single) == len(parameters) or close_names(name, missing)):
             yield unknown_name("argument", name, single, left or None)  # what is given already is not suggested
-    yield from (f"the argument '{name}' is missing" for name in missing)
+    yield from (f"the argument '{name}' is missing; it must be {_words(hints[name])}" for name in missing)
 
 
 def value_problems(name: str, hint: Any, value: Any, what: Callable[..., Any] | None = None) -> Iterator[str]:

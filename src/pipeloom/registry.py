@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pipeloom.errors import PipeloomError, UserError, raised_in, type_and_text
-from pipeloom.terminal.words import unknown_name
+from pipeloom.terminal.words import and_list, plural, unknown_name
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -21,8 +21,8 @@ _REGISTRIES: list["Registry[Any]"] = []
 
 
 def broken_plugins() -> list[str]:
-    """One sentence for each broken plug-in, of the registries that have been read."""
-    return [sentence for registry in _REGISTRIES for sentence in registry.broken.values()]
+    """The sentences about broken plug-ins, of the registries that have been read."""
+    return list(dict.fromkeys(sentence for registry in _REGISTRIES for sentence in registry.broken.values()))
 
 
 class Registry(Mapping[str, Value], Generic[Value]):
@@ -35,7 +35,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
 
     Attributes:
         what, group, kind: as given.
-        broken: name of a broken plug-in -> one sentence with the reason.
+        broken: name of a broken plug-in -> one sentence with the reason, the same for all that have the same reason.
     """
 
     def __init__(self, what: str, group: str, kind: type[Value]) -> None:
@@ -140,13 +140,15 @@ class Registry(Mapping[str, Value], Generic[Value]):
         from importlib.metadata import entry_points  # takes 50 ms, which built-in names need not wait for
 
         self._is_loaded = True  # at once, since a module may look for a name while it is imported
+        names_by_reason = dict[tuple[str, str], list[str]]()
         # Sorted: the order of installed distributions differs from machine to machine.
         for entry in sorted(entry_points(group=self.group), key=lambda one: (one.name, _distribution(one))):
-            reason = self._import(entry)
-            if reason:
-                self.broken[entry.name] = (
-                    f"the {self.what} '{entry.name}' of {_distribution(entry)} is left out: {reason}"
-                )
+            if reason := self._import(entry):
+                names_by_reason.setdefault((_distribution(entry), reason), []).append(entry.name)
+        for (source, reason), names in names_by_reason.items():
+            listed = and_list([f"'{name}'" for name in names])
+            what, are = (self.what, "is") if len(names) == 1 else (plural(self.what), "are")
+            self.broken |= dict.fromkeys(names, f"the {what} {listed} of {source} {are} left out: {reason}")
 
     def _import(self, entry: "EntryPoint") -> str:
         """Import a module that adds the value of an entry point; why that is not possible, or nothing."""
@@ -159,7 +161,8 @@ class Registry(Mapping[str, Value], Generic[Value]):
         try:
             entry.load()
         except PipeloomError as error:
-            reason = str(error)
+            reason, place = _line_of(error), _place(error, entry)
+            reason += "" if place.split(", line ")[0] in reason else f", in {place}"
         except (Exception, SystemExit) as error:  # whatever a stranger's module does when it is imported
             reason = f"{type_and_text(error)}, in {_place(error, entry)}"
         self._source = ""

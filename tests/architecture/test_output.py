@@ -16,6 +16,7 @@ FILES = sorted(SOURCES.rglob("*.py"))
         (r"_PrintableConsole\(", "terminal/console.py"),
         (r"\brich\.print\(|\bProgress\(|\brich\.live", "terminal/progress.py"),
         (r"\[[a-z ]+\][^\n]*\[/[a-z ]*\]", None),
+        (r"suppress\(OSError\)[^\n]*\n(?: {8}.*\n){0,3} {8,}print\(", "terminal/guard.py"),
         (r"\bsys\.__std(?:out|err)__|os\.write\([12]", None),
     ],
 )

@@ -296,6 +296,20 @@ def test_figures_that_would_divide_by_zero_or_are_in_si_units_are_refused_togeth
     )
 
 
+def test_latencies_in_seconds_are_refused_with_the_number_of_microseconds(tmp_path):
+    file = tmp_path / "wrong.toml"
+    text = FILE.replace("launch_us = 3", "launch_us = 0").replace("kernel_us = 1\n", "kernel_us = 1e-9\n")
+    file.write_text(text.replace("latency_us = 50", "latency_us = 3e-6"))
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(str(file))
+    wanted = "is in microseconds and must be 0 or a number of at least 0.01, found"
+    assert caught.value.problems == (
+        f"[device] kernel_us {wanted} 1e-09",
+        f"[intra] latency_us {wanted} 3e-06; if that is in seconds, write 3",
+        f"[inter] latency_us {wanted} 3e-06; if that is in seconds, write 3",
+    )
+
+
 @pytest.mark.parametrize("value", ["inf", "1e101", "0x1" + 100 * "0"])
 def test_a_number_beyond_any_quantity_is_refused(tmp_path, value):
     file = tmp_path / "wrong.toml"

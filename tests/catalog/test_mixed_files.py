@@ -101,7 +101,7 @@ def test_a_group_with_nodes_of_its_own_has_to_say_everything_about_them(tmp_path
     assert {
         "group old: device must be a table, found None",
         "group old: devices_per_node must be a whole number of at least 1, found None",
-        "group old: [intra] latency_us must be a number of at least 0, found -1",
+        "group old: [intra] latency_us is in microseconds and must be 0 or a number of at least 0.01, found -1",
         "group old: inter must be a table, found None",
         "group old: [intra] there is no key 'speed' here",
     } <= set(found)

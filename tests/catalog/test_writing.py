@@ -60,7 +60,7 @@ def test_everything_that_a_file_can_hold_survives(tmp_path):
     assert again(MEASURED, tmp_path) == MEASURED
 
 
-@given(st.floats(1e-9, 10), st.floats(1e3, 1e15), st.integers(1, 2**50))
+@given(st.floats(1.001e-8, 10), st.floats(1e3, 1e15), st.integers(1, 2**50))
 def test_any_number_survives_to_six_digits_and_then_unchanged(tmp_path_factory, seconds, rate, size):
     folder = tmp_path_factory.getbasetemp()
     curve = CollectiveCurve(ranks=2, points=((float(size), rate),))
@@ -70,6 +70,11 @@ def test_any_number_survives_to_six_digits_and_then_unchanged(tmp_path_factory, 
     assert once.intra.bytes_per_s == pytest.approx(rate, rel=1e-5)
     assert once.collective_curves["all_reduce"][0].points[0][0] == size
     assert cluster_to_toml(again(once, folder)) == cluster_to_toml(once)
+
+
+def test_a_latency_that_no_file_has_is_written_as_0(tmp_path):
+    cluster = replace(A100, intra=Link(latency_s=5e-9, bytes_per_s=1e9))
+    assert again(cluster, tmp_path).intra == Link(latency_s=0.0, bytes_per_s=1e9)
 
 
 def test_comments_stand_above_what_they_are_about(tmp_path):

@@ -13,7 +13,10 @@ from thinned import thinned
 
 from pipeloom.cli import main
 from pipeloom.config.file import read_run_file
+from pipeloom.runs.run_folder import PREDICTED_TRACE
+from pipeloom.runs.run_reading import read_run
 from pipeloom.system.temporary import SHARED_MEMORY
+from pipeloom.trace import step_s_of
 
 STEPS = 14
 
@@ -28,8 +31,12 @@ def step_times_s(run):
     return {line["step"]: line["step_time_s"] for line in lines}
 
 
+def summary_of(run):
+    return json.loads((run / "summary.json").read_text())
+
+
 def measured_s(run):
-    return json.loads((run / "summary.json").read_text())["step_time_s"]
+    return summary_of(run)["step_time_s"]
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +67,18 @@ def test_a_run_with_faults_ends_as_a_quiet_one(tmp_path, quiet, kinds):
 
 
 def test_without_states_in_memory_it_goes_on_from_a_checkpoint(tmp_path, quiet):
-    chaos = Chaos(tmp_path / "chaos", STEPS, "--restart.times 1 --restart.keep-every 1000")
+    chaos = Chaos(tmp_path / "chaos", STEPS, "--restart.times 1 --restart.keep-every 1000 --training.predict")
     chaos.start()
     chaos.do(Fault("kill", 0, 8, 0.0))
     chaos.finish()
     assert differences(chaos, quiet) == []
     (line,) = restarts(chaos)
     assert re.search("started again from step-00000[36], on the disk, after: rank 0 was killed", line)
+    assert measured_s(chaos.run) == median_high(step_times_s(chaos.run).values())
+    # By the processes that failed.
+    predicted_s = step_s_of((chaos.run / PREDICTED_TRACE).read_text())
+    assert summary_of(chaos.run)["predicted_step_time_s"] == predicted_s > 0
+    assert summary_of(chaos.run)["predicted_bubble_fraction"] > 0
 
 
 def test_a_rank_that_fails_too_often_ends_the_run(tmp_path):
@@ -81,7 +93,7 @@ def test_a_rank_that_fails_too_often_ends_the_run(tmp_path):
 
 
 def test_four_ranks_that_lose_one_go_on_as_three(tmp_path):
-    chaos = Chaos(tmp_path / "chaos", STEPS, "--restart.times 1 --restart.layout plan")
+    chaos = Chaos(tmp_path / "chaos", STEPS, "--restart.times 1 --restart.layout plan --training.predict")
     chaos.start()
     for step in (3, 6):
         chaos.do(Fault("kill", 2, step, 0.0))
@@ -94,6 +106,10 @@ def test_four_ranks_that_lose_one_go_on_as_three(tmp_path):
     (step,) = re.findall(r"from step (\d+), in memory", line)
     own_s = [seconds for number, seconds in step_times_s(chaos.run).items() if number > int(step)]
     assert measured_s(chaos.run) == median_high(own_s)  # not of four ranks
+    assert read_run(chaos.run).begun == int(step)
+    # The prediction was of four ranks, too.
+    assert summary_of(chaos.run)["predicted_step_time_s"] is None
+    assert not (chaos.run / PREDICTED_TRACE).exists()
     # The same state under the same layout, from a checkpoint.
     before = Chaos(tmp_path / "before", STEPS, f"--checkpoint.keep 100 --checkpoint.every {step}")
     before.start()

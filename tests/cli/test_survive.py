@@ -42,6 +42,16 @@ def test_going_on_with_fewer_nodes_beats_waiting_where_repairs_take_long(often):
         assert sum(shares) == pytest.approx(1.0)
 
 
+def test_the_layouts_of_the_table_are_in_the_json_with_the_keys_of_a_plan(often):
+    layouts = {(one["num_up"], one["way"]): one for one in often["layouts"]}
+    ways = ["wait for the node", "fewer replicas", "planned anew"]
+    assert list(layouts) == [(number, way) for number in (4, 3, 2, 1) for way in ways[number < 4 :]]
+    whole, fewer = layouts[4, "wait for the node"], layouts[3, "fewer replicas"]
+    assert (whole["num_nodes"], whole["pp"], whole["dp"], whole["shard"]) == (4, 4, 8, "optimizer")
+    assert (fewer["num_nodes"], fewer["pp"], fewer["dp"]) == (2, 4, 4)
+    assert min(one["step_time_s"] for one in layouts.values()) == often["fastest_step_s"]
+
+
 def test_a_table_of_failures_is_walked(capsys, tmp_path):
     table = tmp_path / "failures.csv"
     table.write_text("hours,node,state\n10,3,down\n20,3,up\n100,0,down\n110,0,up\n")

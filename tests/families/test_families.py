@@ -8,7 +8,7 @@ from families import fitting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.errors import ConfigError, FamilyError
+from pipeloom.errors import CallError, ConfigError, FamilyError
 from pipeloom.families import FAMILIES, Choice, family, make_schedule
 from pipeloom.schedule import PLACEMENTS, Kind, Level
 
@@ -204,3 +204,12 @@ def test_groups_that_make_no_difference_are_those_of_depth_first(pp):
         for group_size in range(pp, num_microbatches + 1):
             choice = Choice(family="hybrid", group_size=group_size, **sizes)
             assert (choice.same_as != "hybrid") == (_rows(choice) == expected), choice
+
+
+def test_a_declaration_without_what_it_needs_states_what_that_must_be():
+    with pytest.raises(CallError) as caught:
+        family("nameless", splits_backward=2)
+    assert caught.value.problems == (
+        "the argument 'is_looped' is missing; it must be True or False",
+        "splits_backward must be True or False, found 2",
+    )

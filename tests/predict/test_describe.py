@@ -76,7 +76,9 @@ def test_a_file_that_lacks_or_bends_a_key_is_named_with_the_key(tmp_path, change
 def test_a_size_that_disagrees_with_the_preset_is_named():
     model = ModelConfig(preset="llama-13b", num_layers=12, vocab_size=128000)
     _, problems = with_model_sizes(RunConfig(model=model))
-    assert problems == ["model.num_layers must be 40, as in model.preset llama-13b, found 12; leave one of them out"]
+    assert problems == [
+        "model.num_layers must be 40, as in model.preset llama-13b, found 12; leave model.num_layers out"
+    ]
 
 
 SCALED = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 2048}
@@ -102,7 +104,8 @@ def test_the_value_that_a_file_leaves_to_a_default_is_right_and_named_where_anot
     model = replace(config.model, **{name: right})
     assert with_model_sizes(replace(config, model=model)) == (expected, [])
     _, problems = with_model_sizes(replace(config, model=replace(model, **{name: wrong})))
-    assert problems == [f"model.{name} must be {right}, as in model.file llama, found {wrong}; leave one of them out"]
+    of_file = f"as in model.file {model.file}"
+    assert problems == [f"model.{name} must be {right}, {of_file}, found {wrong}; leave model.{name} out"]
 
 
 def test_settings_of_experts_that_are_defaults_are_right():
@@ -122,7 +125,7 @@ def test_the_epsilon_and_the_rotary_base_of_the_preset_are_those_of_the_run():
     assert (config.model.norm_eps, config.model.rope_theta) == (1e-5, 500000.0)
     _, problems = with_model_sizes(RunConfig(model=ModelConfig(preset="llama-3-8b", rope_theta=2e4)))
     assert problems == [
-        "model.rope_theta must be 500000.0, as in model.preset llama-3-8b, found 20000.0; leave one of them out"
+        "model.rope_theta must be 500000.0, as in model.preset llama-3-8b, found 20000.0; leave model.rope_theta out"
     ]
 
 

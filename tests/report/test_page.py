@@ -43,6 +43,17 @@ def test_the_page_holds_its_contents_and_needs_nothing_else(tmp_path):
     assert len(page) < 100_000
 
 
+def test_without_javascript_the_page_has_its_verdict_and_figures(tmp_path):
+    page = format_page(read_run(write_run(tmp_path)))
+    (text,) = re.findall(r"<noscript>(.*?)</noscript>", page, flags=re.S)
+    assert "It needs JavaScript" in text
+    assert "<h1>breadth-first: 2 ranks x 2 loops, 4 micro-batches</h1>" in text
+    assert "<p>measured 120 ms a step (median)" in text
+    assert "<tr><th>validation loss</th><td>2.2500</td></tr>" in text
+    assert "<tr><th>step time, predicted</th><td>90.0 ms</td></tr>" in text
+    assert text.count("<tr>") == text.count("</tr>") == text.count("<td>")
+
+
 def test_measured_numbers_are_next_to_predicted_ones(tmp_path):
     run = read_run(write_run(tmp_path))
     contents = page_contents(run)

@@ -12,6 +12,7 @@ from pipeloom.report.contents import page_contents, verdict_of
 from pipeloom.report.verdict import step_verdict
 from pipeloom.runs.run_folder import METRICS, SUMMARY
 from pipeloom.runs.run_reading import read_run
+from pipeloom.runs.traced_step import BEGINS
 
 
 def run_of(folder, spread_s=0.001, *, traced_s=0.070, predicted_s=0.045, steps=12):
@@ -66,6 +67,17 @@ def test_no_cause_is_stated_below_the_spread_of_the_steps(tmp_path):
     assert verdict.headline.endswith("within the spread of the steps")
     assert verdict.causes == ()
     assert verdict.note == "no part of step 3 differs from its prediction by more than the spread, 30.0 ms"
+
+
+def test_steps_of_an_earlier_layout_are_neither_in_the_range_nor_in_the_median(tmp_path):
+    slow = [{"step": step, "loss": 3.0, "step_time_s": 9.0} for step in range(1, 21)]
+    run = run_of(tmp_path)
+    own = [line | {"step": line["step"] + 20} for line in run.metrics]
+    own[0] |= {BEGINS: True}
+    run = replace(run, metrics=(*slow, *own), summary=None)
+    assert verdict_of(run).headline.startswith(
+        "measured 70.0 ms a step (median), 80% of the steps between 69.0 ms and 71.0 ms"
+    )
 
 
 @pytest.mark.parametrize(

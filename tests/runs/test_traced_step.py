@@ -3,7 +3,7 @@
 import pytest
 
 from pipeloom.config import OutputConfig, RunConfig, TrainingConfig
-from pipeloom.runs.traced_step import median_step, traced_candidates
+from pipeloom.runs.traced_step import BEGINS, median_step, steps_before, traced_candidates
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,12 @@ from pipeloom.runs.traced_step import median_step, traced_candidates
 def test_candidates_are_an_odd_number_of_steps_of_the_run(first, steps, begun, candidates):
     config = RunConfig(training=TrainingConfig(steps=steps), output=OutputConfig(trace_step=first))
     assert list(traced_candidates(config, begun)) == candidates
+
+
+def test_the_steps_of_a_run_with_its_layout_begin_at_the_last_step_that_is_marked():
+    metrics = [{"step": 1, BEGINS: True}, {"step": 2}, {"step": 3, BEGINS: True}, {"step": 4}]
+    assert [steps_before(metrics[:number]) for number in (0, 2, 3, 4)] == [None, 0, 2, 2]
+    assert steps_before([{"step": 1}]) is None  # of an older version
 
 
 def test_an_outlier_is_never_chosen():

@@ -33,7 +33,7 @@ from pipeloom.training.loading import Loading
 from pipeloom.training.trainer import Trainer
 
 MODEL = (
-    "--model.num-layers 4 --model.hidden-size 32 --model.num-heads 2 --data.seq-len 16 --training.no-predict "
+    "--model.num-layers 4 --model.hidden-size 32 --model.num-heads 2 --data.seq-len 16 "
     "--training.validation-batches 1 --training.sample-tokens 0 --checkpoint.every 3 --checkpoint.keep 4"
 )
 LAYOUT = "--layout.pp 2 --layout.dp 2 --layout.loops 2 --layout.num-microbatches 4"
@@ -137,6 +137,7 @@ class Chaos:
     def __init__(self, folder, steps, more="", stall_s=LONG_S):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.run, self.steps = folder, folder / "run", steps
+        more += "" if "--training.predict" in more else " --training.no-predict"
         words = f"train {MODEL} {LAYOUT} --training.stall-timeout-s {stall_s:g} --training.steps {steps} {more}"
         data = ["--data.path", str(write_text(folder)), "--data.cache", str(folder.parent / "cache")]
         self.words = [*words.split(), *data, "--output.folder", str(self.run)]

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 from pipeloom.config import OutputConfig, RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.config.file import format_run
@@ -9,6 +10,7 @@ from pipeloom.cost.costs import Costs
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.runs import run_folder
+from pipeloom.runs.traced_step import BEGINS
 from pipeloom.schedule import format_schedule
 from pipeloom.simulation import simulate
 from pipeloom.system.files import strict_json
@@ -49,6 +51,7 @@ def write_run(
         (folder / run_folder.PREDICTED_TRACE).write_text(to_chrome(trace, "predicted"))
     tokens = layout.batch_size * config.data.seq_len
     lines = [_metrics(step, loss, tokens) | {"memory_bytes": [312e6] * pp} for step in range(1, steps + 1)]
+    lines[0][BEGINS] = True
     (folder / run_folder.METRICS).write_text("".join(strict_json(line) + "\n" for line in lines))
     if sample is not None:
         (folder / run_folder.SAMPLE).write_text(sample, encoding="utf-8")
@@ -68,7 +71,7 @@ def write_run(
     return folder
 
 
-def _metrics(step: int, loss: float, tokens: int) -> dict[str, float]:
+def _metrics(step: int, loss: float, tokens: int) -> dict[str, Any]:
     step_time_s = 0.1 + step / 100
     line = {"step": step, "loss": loss - step / 8, "grad_norm": 1.5 / step, "lr": 1e-3 * step}
     return line | {"tokens_per_s": tokens / step_time_s, "step_time_s": step_time_s}

@@ -11,12 +11,22 @@ from pipeloom.terminal.words import (
     did_you_mean,
     format_bytes,
     parse_bytes,
+    plural,
     same_name,
     unknown_name,
 )
 
 CLUSTERS = ["dgx-1-v100", "dgx-a100", "dgx-h100", "h200", "laptop", "vtrain-a100"]
 MODELS = ["gpt-6.6b", "llama-13b", "llama-3-8b", "llama-3-70b"]
+
+
+def test_several_of_a_noun():
+    assert [plural(noun) for noun in ("stage", "micro-batch", "day", "model family")] == [
+        "stages",
+        "micro-batches",
+        "days",
+        "model families",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pipeloom.passes import lower
 from pipeloom.schedule import Action
 from pipeloom.schedule.lanes import COMPUTE_LANE, Lane, other_end
 from pipeloom.simulation import simulate
-from pipeloom.trace import Span, Trace, from_chrome, merge, to_chrome
+from pipeloom.trace import Span, Trace, from_chrome, merge, step_s_of, to_chrome
 
 COSTS = [Costs(1, 2, 0.5), Costs(1, 2), Costs(1e-3 / 3, 2e-3 / 3, 1e-4 / 7)]
 
@@ -207,6 +207,9 @@ def test_a_trace_comes_back_to_the_nanosecond(data, shift):
         for ours, theirs in zip(found[3:], written[3:], strict=True):
             assert ours * 1e9 == pytest.approx(round((theirs - trace.start_s) * 1e9), abs=1e-3)
     assert to_chrome(back, "test") == to_chrome(trace, "test")
+    assert step_s_of(to_chrome(trace, "test")) is None
+    text = to_chrome(trace, "test", 0.25)
+    assert (from_chrome(text), step_s_of(text)) == (back, 0.25)
 
 
 def test_every_kind_of_lane_and_action_comes_back():

@@ -1,5 +1,7 @@
 """What a run prints of itself before its first step and behind its last one."""
 
+import errno
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,11 +9,11 @@ import pytest
 from small_run import small_run
 
 from pipeloom.cli.train import _parameters
-from pipeloom.config import AdapterConfig, ModelConfig
+from pipeloom.config import AdapterConfig, CheckpointConfig, ModelConfig
 from pipeloom.data.entry import Summary
 from pipeloom.data.prepared import sizes_of
 from pipeloom.predict.describe import completed
-from pipeloom.training.run import _announce, _read_again
+from pipeloom.training.run import _announce, _read_again, _say
 from pipeloom.training.stages import stage_of
 from pipeloom.workload.layout import Layout
 
@@ -28,11 +30,25 @@ def described(tmp_path):
     return make
 
 
-def batch_line(config):
+def announced(config, name):
+    """The line of a name; ``None`` if there is none."""
     lines = []
     _announce(config, lines.append)
-    (found,) = (line for line in lines if line.startswith("batch"))
-    return found
+    return next((line for line in lines if line.startswith(name)), None)
+
+
+def batch_line(config):
+    return announced(config, "batch")
+
+
+def test_a_terminal_that_was_closed_ends_no_run(monkeypatch):
+    def refuse(text):
+        raise OSError(errno.EIO, text)
+
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=refuse, flush=lambda: None, isatty=lambda: False))
+    _say("restart    started again from step 6")
+    with pytest.raises(OSError, match="started again"):
+        sys.stdout.write("started again")
 
 
 @pytest.mark.parametrize(
@@ -53,6 +69,16 @@ def test_unequal_replicas_have_the_whole_step_beside_their_numbers(described):
     layout = Layout(pp=1, dp=2, loops=1, num_microbatches=3, microbatches=(3, 1), microbatch_size=2)
     found = batch_line(described(layout))
     assert found.endswith("3 and 1 micro-batches of 2 sequences of 8 tokens: 8 sequences, 64 tokens a step")
+
+
+def test_adapters_of_random_weights_are_a_warning(described, tmp_path):
+    tuned = described(Layout(pp=1, loops=1), adapter=AdapterConfig(rank=2))
+    assert announced(tuned, "warning") == (
+        "warning    adapter.rank 2 trains adapters of random weights, which stay as they are; start from trained ones "
+        "with --checkpoint.init DIR, or leave adapter.rank out"
+    )
+    assert announced(replace(tuned, checkpoint=CheckpointConfig(init=tmp_path)), "warning") is None
+    assert announced(replace(tuned, checkpoint=CheckpointConfig(resume=tmp_path)), "warning") is None
 
 
 def test_parameters_that_are_trained_and_that_a_token_takes_are_counted(described):

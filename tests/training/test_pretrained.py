@@ -416,13 +416,10 @@ def test_a_folder_stays_the_model_beside_settings_of_the_run_and_a_contradicting
         }  # its value is the default
         assert found.model == replace(start("mixtral")[0].model, **own)
         assert (found.model.file, found.model.experts) == (folders[1]["mixtral"], 4)
-    for settings, wanted in (
-        ({"norm_eps": 1e-2}, "model.norm_eps must be 1e-06, as in checkpoint.init llama, found 0.01"),
-        ({"num_layers": 5}, "model.num_layers must be 4, as in checkpoint.init llama, found 5"),
-        ({"experts": 4}, "model.experts must be unset, as in checkpoint.init llama, found 4"),
-    ):
-        _, problems = start("llama", **settings)
-        assert problems == [f"{wanted}; leave one of them out"]
+    for name, found, wanted in (("norm_eps", 1e-2, "1e-06"), ("num_layers", 5, "4"), ("experts", 4, "unset")):
+        _, problems = start("llama", **{name: found})
+        of_folder = f"as in checkpoint.init {folders[1]['llama']}"
+        assert problems == [f"model.{name} must be {wanted}, {of_folder}, found {found}; leave model.{name} out"]
     named, problems = completed(
         RunConfig(model=ModelConfig(preset="gpt-52b"), checkpoint=CheckpointConfig(init=folders[1]["llama"])),
         lambda *_, **__: [],

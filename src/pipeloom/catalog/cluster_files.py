@@ -17,7 +17,7 @@ from pipeloom.catalog.bases import read_based
 from pipeloom.catalog.block_keys import block_keys, read_blocks
 from pipeloom.catalog.expert_keys import expert_keys, read_experts
 from pipeloom.catalog.general_device import KERNEL_US, LAUNCH_US, general_curve
-from pipeloom.catalog.reading import Reader, names, read_toml
+from pipeloom.catalog.reading import LEAST_US, Reader, names, read_toml
 from pipeloom.config.paths import expand_home, names_file
 from pipeloom.cost.hardware import (
     Cluster,
@@ -48,6 +48,7 @@ _MEMORY = {"memory_gb": ("memory_bytes", GB), "memory_gb_per_s": ("memory_bytes_
 _IN_SI = {key: (name, unit.scale) for key, (name, unit) in _MEMORY.items()}
 _DEVICE = {**_IN_SI, "launch_us": ("launch_s", _MICRO), "kernel_us": ("kernel_s", _MICRO)}
 _LINK = {"latency_us": ("latency_s", _MICRO), "gb_per_s": ("bytes_per_s", GB_PER_S.scale)}
+_LATENCIES = {"launch_us", "kernel_us", "latency_us"}
 _UPDATE = {"fixed_us": ("fixed_s", _MICRO), "parameter_ns": ("parameter_s", _NANO)}
 _COUNTS = ("devices_per_host", "adapters_per_node", "cores_per_node")
 _USUAL = {**dict.fromkeys(_COUNTS, 0), "partial_group_share": 1.0}
@@ -198,8 +199,8 @@ def _device(reader: Reader) -> Device:
         if is_measured
         else general_curve(by_precision),
         **{name: reader.quantity(key, unit) for key, (name, unit) in _MEMORY.items()},
-        launch_s=reader.number("launch_us", LAUNCH_US, scale=_MICRO),
-        kernel_s=reader.number("kernel_us", KERNEL_US, scale=_MICRO),
+        launch_s=reader.latency("launch_us", LAUNCH_US),
+        kernel_s=reader.latency("kernel_us", KERNEL_US),
         matmul_curves={
             key: reader.curve("matmul_gflop", key, x_unit=GFLOP, within=own)
             for key in own.names()
@@ -213,7 +214,7 @@ def _device(reader: Reader) -> Device:
 
 def _link(reader: Reader) -> Link:
     return Link(
-        latency_s=reader.number("latency_us", scale=_MICRO),
+        latency_s=reader.latency("latency_us"),
         bytes_per_s=reader.quantity("gb_per_s", GB_PER_S),
     )
 
@@ -342,8 +343,9 @@ def _parts(cluster: Cluster, more: _Lines, comments: Notes, prefix: str) -> Iter
 
 
 def _in_units(value: object, units: Mapping[str, tuple[str, float]]) -> _Lines:
-    """The inverse of ``Reader.numbers_of``."""
-    return {key: getattr(value, name) / scale for key, (name, scale) in units.items()}
+    """The inverse of ``Reader.numbers_of`` and ``Reader.latency``: a fit may find a shorter one than that takes."""
+    found = {key: getattr(value, name) / scale for key, (name, scale) in units.items()}
+    return found | {key: 0.0 for key in _LATENCIES & found.keys() if found[key] < LEAST_US}
 
 
 def _device_lines(device: Device) -> _Lines:

@@ -65,6 +65,8 @@ def source_of(folder: str, name_or_path: str) -> str:
     return str(read_toml(folder, name_or_path)[0].get("source", ""))
 
 
+LEAST_US = 0.01
+"""Shortest latency of any hardware but 0, in microseconds: in this time light passes three meters."""
 _MOST = 1e100
 """Largest number in a file: far above any quantity, and still finite in other units."""
 
@@ -112,6 +114,17 @@ class Reader:
             self.complain(f"{key} must be a number of at least {least:g}{_bound(value)}, found {_shown(value)}")
             return least * scale
         return float(value) * scale
+
+    def latency(self, key: str, default: float | None = None) -> float:
+        """A plausible number of microseconds, or 0, in seconds."""
+        value = self._find(key, default)
+        if not _is_number(value) or value < 0 or 0 < value < LEAST_US:
+            in_us = value * 1e6 if _is_number(value) else 0.0
+            hint = f"; if that is in seconds, write {in_us:g}" if in_us >= LEAST_US else ""
+            bound = f"of at least {LEAST_US:g}{_bound(value)}"
+            self.complain(f"{key} is in microseconds and must be 0 or a number {bound}, found {_shown(value)}{hint}")
+            return 0.0
+        return float(value) * 1e-6
 
     def quantity(self, key: str, unit: Unit) -> float:
         """A plausible number in a unit, as SI units."""

@@ -1,6 +1,5 @@
 """Chooses the checkpoint whose weights are read: the newest undamaged one."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pipeloom.checkpoint.checkpoint_folder import (
     step_of,
 )
 from pipeloom.errors import ConfigError, PipeloomError, UserError
-from pipeloom.terminal.guard import printable
+from pipeloom.terminal.guard import print_beside
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Choice:
     def print_remarks(self) -> None:
         """Print them beside what a command prints."""
         for line in self.remarks:
-            print(printable(line), file=sys.stderr, flush=True)  # noqa: T201  the weights are not the newest ones
+            print_beside(line)
 
 
 @contextmanager

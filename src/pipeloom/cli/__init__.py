@@ -6,13 +6,13 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 
 from pipeloom.errors import PipeloomError
 from pipeloom.system.end_signals import ignore_stops, raised_signals
 from pipeloom.system.garbage import kept_imports
 from pipeloom.system.output import lasting_output
-from pipeloom.terminal.guard import guarded_streams
+from pipeloom.terminal.guard import guarded_streams, print_beside
 
 _FIRST_ENDS_S = 5.0
 """Seconds that other ranks of a launcher wait before they exit on wrong input, so that rank 0 exits first."""
@@ -110,8 +110,7 @@ def _complain(command: str, message: str, error: BaseException) -> None:
         import traceback
 
         traceback.print_exception(error)
-    with suppress(OSError):  # of a closed terminal: the exit status reports it as well
-        print("\n".join([f"pipeloom {command}: {message}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+    print_beside("\n".join([f"pipeloom {command}: {message}", *getattr(error, "__notes__", [])]))
 
 
 def _mention_broken_plugins(command: str, message: str = "") -> None:
@@ -120,8 +119,7 @@ def _mention_broken_plugins(command: str, message: str = "") -> None:
 
     for sentence in broken_plugins():
         if sentence not in message and os.environ.get("RANK", "0") == "0":
-            with suppress(OSError):
-                print(f"pipeloom {command}: {sentence}", file=sys.stderr)
+            print_beside(f"pipeloom {command}: {sentence}")
 
 
 def _refuse_line_breaks(command: str, words: list[str]) -> None:

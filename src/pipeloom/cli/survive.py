@@ -14,6 +14,7 @@ from rich.progress import TextColumn, TimeElapsedColumn
 
 from pipeloom.cli.flags import SOURCE
 from pipeloom.cli.layout_tables import short_cells, table_of_cells
+from pipeloom.cli.plan_json import step_to_json
 from pipeloom.cli.reference import Command
 from pipeloom.cli.run_config import PREDICTIONS, parse_config
 from pipeloom.config import RunConfig
@@ -335,17 +336,23 @@ def _sections(options: Options, hazard: _Hazard, stops: Stops, walks: list[_Walk
         )
     parts = [Section(parts=[head]), Section("Goodput", parts=[shares, words], is_wide=True)]
     if rows := {
-        f"{number:,} up, {one.name}": {
+        f"{number:,} up, {name}": {
             "nodes": str(on.num_nodes),
             "speed": percent(fastest_s / on.step_s),
-            **short_cells(on.step),
+            **short_cells(step),
         }
-        for number in range(nodes, max(-1, nodes - 1 - _SHOWN), -1)
-        for one in walks
-        if (on := one.layouts.get(number)) is not None and on.step is not None
+        for number, name, on, step in _shown_layouts(nodes, walks)
     }:
         parts.append(Section("Layouts", parts=[table_of_cells("", rows)], is_wide=True))
     return parts
+
+
+def _shown_layouts(nodes: int, walks: list[_Walked]) -> Iterator[tuple[int, str, OnNodes, SimulatedStep]]:
+    """Number of nodes that are up, way to go on, what it runs on them, and its step; without those that have none."""
+    for number in range(nodes, max(-1, nodes - 1 - _SHOWN), -1):
+        for one in walks:
+            if (on := one.layouts.get(number)) is not None and on.step is not None:
+                yield number, one.name, on, on.step
 
 
 def _on_plans(options: Options, layouts: Iterable[OnNodes]) -> Iterator[str]:
@@ -389,9 +396,11 @@ def _to_json(
 
     Keys: ``num_nodes``, ``num_spares``, ``mtbf_s`` (of a node), ``span_s``, ``checkpoint_s``, ``restart_s``,
     ``best_interval_s``, ``fastest_step_s`` (of the layout at whose speed all time would be useful), ``ways`` (of each
-    way to continue the shares of the time, and ``num_failures``), ``not_planned`` (why no layout is planned anew). With
-    --rebalance-every also ``peers``: by ``never`` and ``rebalanced`` the share of the speed of the nodes that are up
-    (``of_up``), of all nodes (``of_all``), ``num_moves``, and ``empty_s`` in which a pipeline rank had no node.
+    way to continue the shares of the time, and ``num_failures``), ``layouts`` (of each number of nodes ``num_up`` and
+    ``way``: ``num_nodes`` that it uses, and the keys of a layout of ``pipeloom plan --json``), ``not_planned`` (why no
+    layout is planned anew). With --rebalance-every also ``peers``: by ``never`` and ``rebalanced`` the share of the
+    speed of the nodes that are up (``of_up``), of all nodes (``of_all``), ``num_moves``, and ``empty_s`` in which a
+    pipeline rank had no node.
     """
     peers = {
         name: {"of_up": one.share, "of_all": one.done / one.of_all, "num_moves": one.num_moves, "empty_s": one.empty_s}
@@ -407,6 +416,10 @@ def _to_json(
         "best_interval_s": stops.interval_s,
         "fastest_step_s": walks[0].fastest_s,
         "ways": {one.name: {**one.goodput.shares, "num_failures": one.goodput.num_failures} for one in walks},
+        "layouts": [
+            {"num_up": number, "way": name, "num_nodes": on.num_nodes, **step_to_json(step)}
+            for number, name, on, step in _shown_layouts(nodes_of(options), walks)
+        ],
         "not_planned": list(unpriced(options).values()),
         **({"peers": peers} if peers else {}),
     }

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
 
-from pipeloom.calls import checked
+from pipeloom.calls import checked, checked_class
 from pipeloom.errors import ConfigError, FamilyError, place_of
 from pipeloom.families.check_rows import Rows, checked_rows, naming_family
 from pipeloom.passes import add_slices, freeze
@@ -71,6 +71,7 @@ def _no_rule(_request: Request) -> Rows:
     raise AssertionError("registration sets the rule of a family")
 
 
+@checked_class
 @dataclass(frozen=True)
 class Family:
     """A named rule that makes schedules.

@@ -33,6 +33,7 @@ from pipeloom.measure.findings import Collectives, Findings
 from pipeloom.measure.host import describe_host, num_devices
 from pipeloom.measure.links import group_sizes, measure_collectives, measure_messages, num_links
 from pipeloom.measure.stopwatch import Stopwatch
+from pipeloom.terminal.guard import print_beside
 from pipeloom.terminal.progress import Bar
 
 MOST_PROCESSES = 8
@@ -186,4 +187,4 @@ class ProfileProgress(Bar):
         self._begun += 1
         is_bar = self.update(self._begun, what=what)
         if not is_bar and self._is_shown and what and (self._begun - 1) % self._every == 0:
-            print(f"measuring {self._begun}/{self._count}: {what}", file=sys.stderr, flush=True)  # noqa: T201
+            print_beside(f"measuring {self._begun}/{self._count}: {what}")

@@ -59,14 +59,14 @@ def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
         sized = file.over(model)
         source = "model.preset" if model.preset else "model.file"
         source = "checkpoint.init" if model.preset is None and model.file == config.checkpoint.init else source
-        source += f" {file.shape.name}"
+        source += f" {name}"
     usual = sized.usual_values
     for item in fields(ModelConfig):
         found, size = getattr(model, item.name), getattr(sized, item.name)
         size = usual.get(item.name) if size is None else size
         if found not in (size, item.default):
             wanted = f"must be {'unset' if size is None else size}, as in {source}"
-            problems.append(f"model.{item.name} {wanted}, found {found}; leave one of them out")
+            problems.append(f"model.{item.name} {wanted}, found {found}; leave model.{item.name} out")
     return replace(config, model=sized), problems
 
 

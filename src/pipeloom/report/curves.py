@@ -45,7 +45,8 @@ def median_step_time_s(run: Run) -> float | None:
     if run.summary is not None:
         return run.summary["step_time_s"]
     # median_high, as in the summary: one of the measured times.
-    return median_high(line["step_time_s"] for line in run.metrics) if run.metrics else None
+    times_s = [line["step_time_s"] for line in run.metrics if line["step"] > (run.begun or 0)]
+    return median_high(times_s) if times_s else None
 
 
 def median_tokens_per_s(run: Run) -> float | None:

@@ -17,6 +17,7 @@ def page_text(contents: Mapping[str, Any]) -> str:
     """
     return Template(_joined("page.html")).substitute(
         title=html.escape(contents["title"]),
+        figures=_figures(contents),
         version=html.escape(version("pipeloom")),
         style=_joined("colors.css", "drawing.css", "page.css"),
         script=_joined("drawing.js", "page.js"),
@@ -24,6 +25,18 @@ def page_text(contents: Mapping[str, Any]) -> str:
         # that is not finite fails here instead of in the reader's browser, since JSON has none.
         contents=json.dumps(contents, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     )
+
+
+def _figures(contents: Mapping[str, Any]) -> str:
+    """What a browser without JavaScript shows: the verdict, and a table of the facts and of measured and predicted."""
+    rows = list(contents["facts"])
+    for card in contents["headline"]:
+        rows += [
+            (f"{card['name']}, {kind}", card[kind]) for kind in ("measured", "predicted") if card[kind] is not None
+        ]
+    verdict = [] if contents["verdict"] is None else [f"<p>{html.escape(contents['verdict']['headline'])}</p>"]
+    cells = [f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in rows]
+    return "\n".join([*verdict, "<table>", *cells, "</table>"])
 
 
 def _joined(*names: str) -> str:

@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-from pipeloom.checkpoint.checkpoint_folder import read_info
-from pipeloom.errors import UserError
 from pipeloom.runs import run_folder
 from pipeloom.runs.run_reading import Run
 from pipeloom.runs.traced_step import median_step, traced_candidates
@@ -45,20 +43,10 @@ def traced_step(run: Run) -> int | None:
     """The step whose trace is kept; ``None`` if it is not determined yet."""
     if run.summary is not None:
         return run.summary["traced_step"]
-    begun = steps_before(run)
-    if begun is None:
+    if run.begun is None:
         return None
     times_s = {line["step"]: line["step_time_s"] for line in run.metrics}
-    return median_step(traced_candidates(run.config, begun), times_s)
-
-
-def steps_before(run: Run) -> int | None:
-    """Steps of the checkpoint that the run resumed from, 0 without one; ``None`` if the checkpoint is gone."""
-    resume = run.config.checkpoint.resume
-    try:
-        return 0 if resume is None else read_info(resume).step
-    except UserError:
-        return None
+    return median_step(traced_candidates(run.config, run.begun), times_s)
 
 
 def _missing(run: Run) -> Iterator[tuple[str, str]]:
@@ -83,7 +71,7 @@ def _missing(run: Run) -> Iterator[tuple[str, str]]:
 
 def _when_traced(run: Run) -> str:
     """The traced step, or the steps of which one will be."""
-    step, begun = traced_step(run), steps_before(run)
+    step, begun = traced_step(run), run.begun
     if step is not None or begun is None:
         return "step output.trace_step" if step is None else f"step {step:,}"
     of = traced_candidates(run.config, begun)

@@ -9,7 +9,7 @@ import numpy as np
 from pipeloom.analysis.bubble import WAITING, BubbleAccount
 from pipeloom.predict.describe import profile_command
 from pipeloom.report.curves import median_step_time_s
-from pipeloom.report.unfinished import steps_before, traced_step
+from pipeloom.report.unfinished import traced_step
 from pipeloom.runs.run_folder import CONFIG
 from pipeloom.runs.run_reading import FIRST_PIPELINE, Run
 from pipeloom.runs.traced_step import MOST_CANDIDATES
@@ -75,7 +75,7 @@ def step_verdict(run: Run, accounts: _Accounts, others: _Accounts | None = None)
 
 def _compared(run: Run, accounts: _Accounts, others: _Accounts, typical_s: float) -> Verdict:
     """The verdict without the shares, of a run whose median step took ``typical_s``."""
-    begun = steps_before(run) or 0
+    begun = run.begun or 0
     # The first step of a process allocates and connects.
     times = {line["step"]: line["step_time_s"] for line in run.metrics if line["step"] > begun + 1}
     measured = f"measured {seconds(typical_s)} a step (median)"

@@ -234,6 +234,14 @@ class RunFolder:
         except OSError as error:
             raise self._error(error) from None
 
+    def forget_measured(self) -> None:
+        """Remove schedule, traces and timelines: the run goes on with another layout."""
+        try:
+            for file in _measured(self.path / DRAFTS if self.is_starting else self.path):
+                file.unlink()
+        except OSError as error:
+            raise self._error(error) from None
+
     def close(self) -> None:
         """Close the metrics, with what the disk has room for now; a further line opens them again."""
         if self._metrics is not None:

@@ -24,6 +24,7 @@ from pipeloom.runs.run_folder import (
     TRACE,
 )
 from pipeloom.runs.sample import Sample, parse_sample
+from pipeloom.runs.traced_step import steps_before
 from pipeloom.schedule import Schedule, parse_schedule
 from pipeloom.system.files import MOST_RECORD_BYTES, read_text
 from pipeloom.trace import Trace, from_chrome
@@ -77,6 +78,11 @@ class Run:
     summary: dict[str, Any] | None
     sample: Sample | None
     checkpoints: tuple[Path, ...]
+
+    @cached_property
+    def begun(self) -> int | None:
+        """Steps before those of this run with its layout, which may be of another one; ``None`` if unknown."""
+        return steps_before(self.metrics)
 
     @property
     def traces(self) -> dict[str, Trace]:

@@ -1,11 +1,21 @@
 """Which step of a run is traced: of several, the one of median time, since other work on a host slows single steps."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pipeloom.config import RunConfig
 
 MOST_CANDIDATES = 5
 """Steps of which one is chosen; their traces are in memory until then."""
+
+
+BEGINS = "begins"
+"""In the metrics of the first step of a run, and of the first one with another layout after a restart."""
+
+
+def steps_before(metrics: Sequence[Mapping[str, Any]]) -> int | None:
+    """Steps before those that a run did with its layout; ``None`` where its metrics do not have that."""
+    return next((line["step"] - 1 for line in reversed(metrics) if line.get(BEGINS)), None)
 
 
 def traced_candidates(config: RunConfig, begun: int) -> range:

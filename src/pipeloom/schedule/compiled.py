@@ -16,6 +16,7 @@ from types import FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 from pipeloom.system.stopping import shielded
+from pipeloom.terminal.guard import print_beside
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -93,7 +94,7 @@ def _compile_all(module: ModuleType) -> dict[str, Any]:
             names[name] = _uninterrupted(numba.njit(cache=True)(copy))
             folder = Path(names[name].stats.cache_path)
     if _is_lean and not any(folder.glob(f"{module.__name__.rpartition('.')[2]}.*_{stamp}-*.nbi")):
-        print(f"Compiling {module.__name__} (once on this machine) ...", file=sys.stderr)  # noqa: T201
+        print_beside(f"Compiling {module.__name__} (once on this machine) ...")
     return names
 
 

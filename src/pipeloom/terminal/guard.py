@@ -28,10 +28,15 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: _escaped(ord(found[0])), text)
 
 
-def print_warning(text: str) -> None:
-    """Print a warning of a training run to standard error; a closed terminal ends nothing."""
+def print_beside(text: str, stream: TextIO | None = None) -> None:
+    """Print a text at once, to standard error or another stream; a closed terminal ends nothing."""
     with suppress(OSError):
-        print(f"pipeloom train: warning: {printable(text)}", file=sys.stderr, flush=True)  # noqa: T201  people wait for it
+        print(printable(text), file=stream or sys.stderr, flush=True)
+
+
+def print_warning(text: str) -> None:
+    """Print a warning of a training run to standard error."""
+    print_beside(f"pipeloom train: warning: {text}")
 
 
 def _escaped(code: int) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Self, TextIO
 from rich.progress import Progress, ProgressColumn
 
 from pipeloom.terminal.console import make_console
-from pipeloom.terminal.guard import raw
+from pipeloom.terminal.guard import print_beside, raw
 
 
 def restore_terminal(stream: TextIO) -> None:
@@ -65,11 +65,11 @@ class Bar:
 
     def _print_above(self, line: str) -> None:
         """Print a line to the bar's stream, above the bar if there is one."""
+        if self._bar is None:
+            print_beside(line, self._stream)
+            return
         with suppress(OSError):
-            if self._bar is None:
-                print(line, file=self._stream, flush=True)
-            else:
-                self._bar.console.print(line, highlight=False, soft_wrap=True, markup=False)
+            self._bar.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def update(self, completed: int, **fields: Any) -> bool:
         """Set the number of completed steps; return whether there is a bar."""

@@ -31,8 +31,14 @@ def quoted(*words: object) -> str:
 
 def count(number: int, noun: str) -> str:
     """A number and its noun: ``1 stage``, ``2 stages``, ``3 micro-batches``."""
-    plural = f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
-    return f"{number:,} {noun if number == 1 else plural}"
+    return f"{number:,} {noun if number == 1 else plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    """Several of a noun: ``stages``, ``micro-batches``, ``strategies``."""
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{noun[:-1]}ies"
+    return f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
 
 
 # difflib.get_close_matches has 0.6 and three by default; with 0.6, short names resemble unrelated ones.

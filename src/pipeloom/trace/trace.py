@@ -105,7 +105,7 @@ def _one_at_a_time(spans: list[Span]) -> list[Span]:
     return sorted(ordered, key=lambda span: (span.rank, span.start_s, span.end_s))
 
 
-def to_chrome(trace: Trace, label: str) -> str:
+def to_chrome(trace: Trace, label: str, step_s: float | None = None) -> str:
     """The trace in Chrome's JSON format, which ui.perfetto.dev opens.
 
     A process for each rank, a thread for each lane, an arrow from each send to its receive. Times are in microseconds
@@ -114,6 +114,7 @@ def to_chrome(trace: Trace, label: str) -> str:
     Args:
         trace: any trace.
         label: part of every process name, such as ``measured``.
+        step_s: seconds of the whole step, with what follows the actions; ``None`` to leave it out.
     """
     tids = {(rank, lane): tid for rank in range(trace.num_ranks) for tid, lane in enumerate(trace.lanes(rank))}
     events: list[dict[str, Any]] = []
@@ -122,7 +123,7 @@ def to_chrome(trace: Trace, label: str) -> str:
         events += [_meta("thread_name", rank, tid, str(lane)) for tid, lane in enumerate(trace.lanes(rank))]
     events += [_slice(span, tids[span.rank, span.lane], trace.start_s) for span in trace.spans]
     events += _arrows(trace, tids)
-    return json.dumps({"traceEvents": events})
+    return json.dumps({"traceEvents": events} | ({} if step_s is None else {"otherData": {"step_time_s": step_s}}))
 
 
 def _meta(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:
@@ -199,6 +200,18 @@ def from_chrome(text: str) -> Trace:
         found = ", ".join(map(str, sorted(ranks))) or "none"
         raise UserError(f"this is not a trace of pipeloom: expected a process for every rank from 0 on, found {found}")
     return Trace(Spans.of(spans), len(ranks))
+
+
+def step_s_of(text: str) -> float | None:
+    """Seconds of the whole step in a text of ``to_chrome``; ``None`` where it was left out.
+
+    Raises:
+        UserError: the text is no JSON.
+    """
+    match parse_json(text):
+        case {"otherData": {"step_time_s": int() | float() as step_s}}:
+            return step_s
+    return None
 
 
 def _events(text: str) -> list[Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.checkpoint.checkpoint_choice import choose_checkpoint
-from pipeloom.checkpoint.checkpoint_folder import list_checkpoints, step_of
+from pipeloom.checkpoint.checkpoint_folder import list_checkpoints, read_info, step_of
 from pipeloom.checkpoint.kept_files import newest_kept
 from pipeloom.config import RunConfig
 from pipeloom.config.file import read_run_file
@@ -30,7 +30,7 @@ class Again:
         step: of the state in ``before`` to resume from; ``None`` for a checkpoint, or the begin.
         before: folder with that state.
         is_again: whether processes of this run have failed before.
-        since: steps before the first one under this layout.
+        since: steps before the first one of this run with this layout.
     """
 
     folder: Path | None = None
@@ -65,7 +65,8 @@ class Restarts:
         self._failures: Counter[int] = Counter()
         self._done = 0
         self._last: tuple[int | None, str] | None = None
-        self._again = Again(self._new_folder())
+        resume = config.checkpoint.resume
+        self._again = Again(self._new_folder(), since=0 if resume is None else read_info(resume).step)
 
     def run(self, job: Callable[[RunConfig, Again], Any]) -> Any:
         """Call ``job`` with the configuration until it returns.
@@ -98,6 +99,8 @@ class Restarts:
         self._again = Again(folder, step, before, is_again=True, since=since)
         self._forget_lost()
         remove_unfinished(self._folder.path)
+        if layout:
+            self._folder.forget_measured()
         if not self._folder.is_starting:
             go_back(self._folder, done)
         line = f"started again from {where}{layout}, after: {str(error).splitlines()[0]}"

@@ -33,6 +33,7 @@ from pipeloom.runs.run_start import draft_start, take_run_folder
 from pipeloom.schedule import Kind
 from pipeloom.system.end_signals import raised_signals
 from pipeloom.terminal.console import hanging
+from pipeloom.terminal.guard import print_beside
 from pipeloom.terminal.progress import restore_terminal
 from pipeloom.terminal.words import count, format_bytes, passes_of
 from pipeloom.training.adapted import with_adapted_check
@@ -109,7 +110,7 @@ _INDENT = 11
 
 
 def _say(text: str) -> None:
-    print(hanging(text, _INDENT), flush=True)  # noqa: T201  start message
+    print_beside(hanging(text, _INDENT), sys.stdout)
 
 
 def _say_nothing(_text: str) -> None:
@@ -341,6 +342,11 @@ def _announce(config: RunConfig, say: _Say) -> None:
         # Not a problem: a trial of a few steps of a run file is common.
         reached = f"at most {steps / rising:.0%} of optimizer.lr"
         lines["rate"] = f"{reached}, since optimizer.lr_warmup_steps {rising:,} are more than training.steps {steps:,}"
+    if config.adapter.rank is not None and config.checkpoint.start is None:
+        lines["warning"] = (
+            f"adapter.rank {config.adapter.rank} trains adapters of random weights, which stay as they are; start from "
+            "trained ones with --checkpoint.init DIR, or leave adapter.rank out"
+        )
     if schedule.budget_bytes is not None:
         home = "memory of the host" if schedule.swap_folder is None else f"files in {schedule.swap_folder}"
         what = "stages" if config.swaps_stages else "experts"

@@ -1,6 +1,7 @@
 """The training loop of one rank."""
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.analysis.summary import communication, summarize
+from pipeloom.analysis.summary import summarize
 from pipeloom.checkpoint.checkpoint_folder import Cause, CheckpointInfo, list_checkpoints, run_of, step_of
 from pipeloom.config import RunConfig
 from pipeloom.data.text import Data
@@ -25,8 +26,9 @@ from pipeloom.runs import run_folder
 from pipeloom.runs.run_folder import RunFolder, put_aside
 from pipeloom.runs.run_start import go_back
 from pipeloom.runs.sample import format_sample
-from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
+from pipeloom.runs.traced_step import BEGINS
 from pipeloom.system.files import strict_json
+from pipeloom.terminal.guard import print_beside
 from pipeloom.trace import Trace, to_chrome
 from pipeloom.training.again import NEVER, Again
 from pipeloom.training.automatic.division import Division
@@ -83,10 +85,9 @@ class Trainer:
         begun_s: float | None = None,
         again: Again = NEVER,
     ) -> None:
-        self._again, self._quiet, self._config = again, quiet, config
+        self._again, self._quiet, self._config, self._data, self._folder = again, quiet, config, data, folder
         self._noted = Noted(config, world, folder)
         self._world = world = self._noted.world
-        self._data, self._folder = data, folder
         with self._noted.failing():
             self._pipeline = Pipeline(config, world, log=self._noted.log)
             is_whole = self._pipeline.store is None  # swapped stages get their optimizer state one by one
@@ -126,7 +127,8 @@ class Trainer:
             self._meter, self._profiles = StepMeter(config, world), StepProfiles(config, world, folder.path)
             self._sums: Sequence[float] = ()
             self._spikes, self._slow = Spikes(config.training), SlowRanks(config, world, folder)
-            self._measured = of_attempts(folder, config, again.since, self._done.step) if again.is_again else Measured()
+            self._since = again.since if again.is_again else self._done.step
+            self._measured = of_attempts(folder, self._since, self._done.step) if again.is_again else Measured()
             self._profile: Profile | None = None
             self._health = Health(config, world, self._pipeline, self._optimizer, self._done.step)
             self._problem: str | None = None
@@ -183,7 +185,7 @@ class Trainer:
                 step_s = (time.perf_counter() - begin) / config.layout.most_updates
                 line = self._metrics(step, (loss, grad_norm), step_s)
                 if is_writer:
-                    self._folder.add_metrics(line)
+                    self._folder.add_metrics(line | ({BEGINS: True} if step == self._since + 1 else {}))
                     log.add(line)
                 validation, speed = line.get("validation_loss"), line["tokens_per_s"]
                 progress.show(step, loss=loss, grad_norm=grad_norm, tokens_per_s=speed, validation_loss=validation)
@@ -284,8 +286,7 @@ class Trainer:
             profile = self._pipeline.profile(self._pipeline.batch(windows))
             within_s, behind_s = self._updates.seconds(self._world)
             average_s = 0.0 if self._averaging is None else self._averaging.seconds()
-        say = _say_nothing if self._quiet else print
-        self._use(self._division.measured(self._config, profile, say))
+        self._use(self._division.measured(self._config, profile, self._say))
         if profile is None:  # on all ranks but 0
             return
         self._profile = profile.with_costs(update_s=within_s)
@@ -295,7 +296,7 @@ class Trainer:
         self._measured.predicted_s = update_s(
             self._config.layout, traces, behind_s, average_s, hides_average=self._config.optimizer.outer_delayed
         )
-        self._folder.write(run_folder.PREDICTED_TRACE, to_chrome(traces[0], "predicted"))
+        self._folder.write(run_folder.PREDICTED_TRACE, to_chrome(traces[0], "predicted", self._measured.predicted_s))
 
     def _traces_by_replica(self) -> list[Trace]:
         """The predicted step of each replica, or one for all; empty without a profile."""
@@ -420,10 +421,15 @@ class Trainer:
         self._loading.extend(step - done.step)
         sequences = self._first_sequence + self._loading.taken * self._config.layout.step_size
         self._done, self._back_to = replace(done, sequences=sequences), done.step
+        self._since = min(self._since, done.step)
         self._health.go_back(done.step)
         if self._world.rank == 0:
             go_back(self._folder, done.step)
         self._warn(f"{problem}; back to step {done.step}, without the batches since")
+
+    def _say(self, text: str) -> None:
+        if not self._quiet:
+            print_beside(text, sys.stdout)
 
     def _warn(self, text: str) -> None:
         if self._world.rank == 0:
@@ -431,6 +437,8 @@ class Trainer:
 
     def _finish(self) -> RunSummary:
         config, measured = self._config, self._measured
+        if self._again.is_again and self._world.rank == 0:
+            measured.read_prediction(self._folder)
         # The median ignores the slow first step; of two middle steps it is one of them, not their mean.
         step_time_s = median_high(measured.times_s) if measured.times_s else None
         (num_parameters,) = self._world.sum([self._pipeline.num_counted_parameters])
@@ -451,7 +459,7 @@ class Trainer:
             predicted_bubble_fraction=_bubble_fraction(measured.predicted),
             corpus_sha256=self._data.corpus_sha256,
             shared_cores=shared_cores(config),
-            **self._swapping(),
+            **({} if self._pipeline.store is None else measured.swapping()),
         )
         if self._world.rank == 0:
             # Only now: a run without steps left keeps the earlier summary until it has one of its own.
@@ -463,19 +471,6 @@ class Trainer:
                 self._folder.write(run_folder.SAMPLE, format_sample(sample))
         self._pipeline.close()
         return summary
-
-    def _swapping(self) -> dict[str, Any]:
-        """Fields of the summary about swapped stages."""
-        trace = self._measured.trace
-        if self._pipeline.store is None or trace is None:
-            return {}
-        lanes = (FROM_HOST_LANE, TO_HOST_LANE)
-        uses = [use for use in communication(trace) if use.lane in lanes]
-        return {
-            "peak_stage_bytes": self._measured.peak_stage_bytes or None,
-            "swap_s": sum(use.busy_s for use in uses),
-            "swap_hidden_s": sum(use.hidden_s for use in uses),
-        }
 
     def _validate(self, gives_up: Callable[[], bool] | None = None) -> float | None:
         # Deferred updates of the last step come before.
@@ -489,10 +484,6 @@ class Trainer:
         if self._averaging is not None:
             self._averaging.settle()
         self._declared.check(again=True)
-
-
-def _say_nothing(_text: str) -> None:
-    pass
 
 
 def _bubble_fraction(trace: Trace | None) -> float | None:

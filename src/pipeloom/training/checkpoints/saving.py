@@ -2,10 +2,9 @@
 
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Protocol
 
 from pipeloom.checkpoint.checkpoint_folder import Cause, list_checkpoints, step_of
@@ -15,7 +14,7 @@ from pipeloom.execute.processes.signals import StopSignals
 from pipeloom.execute.processes.world import World, is_launched
 from pipeloom.runs.run_folder import CONFIG, RunFolder
 from pipeloom.system.end_signals import STOPS
-from pipeloom.terminal.guard import printable
+from pipeloom.terminal.guard import print_beside
 from pipeloom.terminal.words import format_bytes, quoted
 
 GRACE = "checkpoint.grace_s"
@@ -247,10 +246,8 @@ class Saving:
         self._folder.warn(text)
 
     def _say(self, message: str) -> None:
-        with suppress(OSError):  # of a closed terminal
-            if self._world.rank > 0:
-                return
-            print(printable(f"pipeloom train: {message}"), file=sys.stderr, flush=True)  # noqa: T201  people wait for it
+        if self._world.rank == 0:
+            print_beside(f"pipeloom train: {message}")
 
     def _last_words(self, number: int) -> None:
         """Under a launcher, print what is saved; otherwise the parent process does."""

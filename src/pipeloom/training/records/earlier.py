@@ -5,15 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeloom.checkpoint.checkpoint_folder import step_of
+from pipeloom.analysis.summary import communication
 from pipeloom.config import RunConfig
 from pipeloom.config.file import read_run_file
 from pipeloom.config.paths import with_absolute_paths
 from pipeloom.errors import UserError
 from pipeloom.runs import run_folder
 from pipeloom.runs.run_folder import RunFolder
-from pipeloom.runs.traced_step import median_step, traced_candidates
-from pipeloom.trace import Trace, from_chrome
+from pipeloom.runs.traced_step import median_step, steps_before, traced_candidates
+from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
+from pipeloom.trace import Trace, from_chrome, step_s_of
 
 
 @dataclass
@@ -46,54 +47,55 @@ class Measured:
     peak_stage_bytes: int = 0
     config: RunConfig | None = None
 
+    def read_prediction(self, folder: RunFolder) -> None:
+        """Take the prediction by an earlier process, which a change of the layout removes."""
+        self.predicted, self.predicted_s = _trace(folder, run_folder.PREDICTED_TRACE)
+
+    def swapping(self) -> dict[str, Any]:
+        """Fields of the summary about swapped stages; empty without a trace."""
+        if self.trace is None:
+            return {}
+        uses = [use for use in communication(self.trace) if use.lane in (FROM_HOST_LANE, TO_HOST_LANE)]
+        return {
+            "peak_stage_bytes": self.peak_stage_bytes or None,
+            "swap_s": sum(use.busy_s for use in uses),
+            "swap_hidden_s": sum(use.hidden_s for use in uses),
+        }
+
 
 def read_earlier(folder: RunFolder, config: RunConfig) -> Measured:
     """Read the measurements of an earlier process from the folder of a run that starts with all steps done."""
     steps, lines = config.training.known_steps, _metrics(folder)
     found = Measured(next((line["loss"] for line in lines if line["step"] == steps), None))
-    before = _config_before(folder)
-    if before is None or _measuring(before) != _measuring(config):
-        return found
-    first = _begun(before)
-    if first is None:  # unknown first step: earlier lines may have other settings
+    before, first = _config_before(folder), steps_before(lines)
+    # Before an unknown first step, lines may have other settings.
+    if before is None or _measuring(before) != _measuring(config) or first is None:
         return found
     found.config = before
     times_s = {line["step"]: float(line["step_time_s"]) for line in lines if line["step"] > first}
     found.times_s = list(times_s.values())
     # A damaged trace is no reason to refuse a run whose steps are all done.
-    found.trace, found.predicted = (_trace(folder, name) for name in (run_folder.TRACE, run_folder.PREDICTED_TRACE))
+    found.trace, _ = _trace(folder, run_folder.TRACE)
+    found.read_prediction(folder)
     if found.trace is not None:
         found.traced_step = median_step(traced_candidates(before, first), times_s)
     return found
 
 
-def of_attempts(folder: RunFolder, config: RunConfig, since: int, done: int) -> Measured:
-    """Measurements of earlier processes of a run that was started again: the seconds of its steps after ``since``.
+def of_attempts(folder: RunFolder, since: int, done: int) -> Measured:
+    """Measurements by earlier processes of a run that was started again: the seconds of its steps with this layout.
 
     Args:
         folder: of the run.
-        config: of the run.
-        since: steps under other layouts.
+        since: steps before the first one with this layout.
         done: steps before this process.
     """
-    begun = _begun(config)
-    if begun is None:
-        return Measured()
-    lines = (line for line in _metrics(folder) if max(begun, since) < line["step"] <= done)
+    lines = (line for line in _metrics(folder) if since < line["step"] <= done)
     return Measured(times_s=[float(line["step_time_s"]) for line in lines])
 
 
 def _metrics(folder: RunFolder) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder.read(run_folder.METRICS) or "").splitlines()]
-
-
-def _begun(config: RunConfig) -> int | None:
-    """Steps that a run did not do, but the one that wrote its checkpoint, perhaps on another machine.
-
-    0 without a checkpoint; ``None`` if its name has no number.
-    """
-    resumed = config.checkpoint.resume
-    return 0 if resumed is None else step_of(resumed)
 
 
 def _config_before(folder: RunFolder) -> RunConfig | None:
@@ -125,8 +127,10 @@ def _measuring(config: RunConfig) -> Any:
     return config.model, config.data.seq_len, config.layout, config.schedule, config.optimizer, config.adapter, training
 
 
-def _trace(folder: RunFolder, name: str) -> Trace | None:
+def _trace(folder: RunFolder, name: str) -> tuple[Trace | None, float | None]:
+    """A trace of the run, and the seconds of the whole step if it has them; ``None`` for what cannot be read."""
     try:
-        return from_chrome((folder.path / name).read_text(encoding="utf-8"))
+        text = (folder.path / name).read_text(encoding="utf-8")
+        return from_chrome(text), step_s_of(text)
     except (OSError, ValueError):  # a UserError is a ValueError
-        return None
+        return None, None

@@ -23,8 +23,9 @@ class RunSummary:
         validation_loss: over ``training.validation_batches`` batches, nats per token; ``None`` without validation.
         unigram_loss: loss of token frequencies alone, nats per token, on the validated tokens, or on the whole
             validation text without validation.
-        step_time_s: median over the steps of this process; ``None`` without steps.
-        predicted_step_time_s: simulated before the first step, from profiled costs; ``None`` without prediction.
+        step_time_s: median over the steps of this run with its last layout; ``None`` without steps.
+        predicted_step_time_s: simulated before the first step, from profiled costs; ``None`` without prediction, and
+            where a restart has changed the layout since.
         tokens_per_s: at the median step time; ``None`` without it.
         exchange_s: seconds of the traced step spent in tensor-parallel collectives, mean over the ranks; traces count
             them as compute. ``None`` without tensor parallelism, and on CUDA, where the host does not wait for them.
