@@ -235,7 +235,7 @@ class RunFolder:
             raise self._error(error) from None
 
     def forget_measured(self) -> None:
-        """Remove schedule, traces and timelines: the run goes on with another layout."""
+        """Remove schedule, traces and timelines: the run continues with another layout."""
         try:
             for file in _measured(self.path / DRAFTS if self.is_starting else self.path):
                 file.unlink()
