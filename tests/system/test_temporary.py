@@ -1,6 +1,7 @@
 """Temporary folders of killed runs."""
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -57,6 +58,29 @@ def test_the_next_run_removes_the_folders_of_dead_runs_and_no_other(tmp_path, mo
     finally:
         end(living)
     assert not folder.exists()
+
+
+def test_a_killed_run_in_a_folder_named_like_a_temporary_one_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead, left = start(tmp_path)
+    end(dead)
+    run = tmp_path / "pipeloom-llama"
+    run.mkdir()
+    (run / "config.toml").write_text("kept")
+    (run / LOCK).write_bytes((left / LOCK).read_bytes())
+    remove_abandoned()
+    assert not left.exists()
+    assert {file.name for file in run.iterdir()} == {"config.toml", LOCK}
+
+
+def test_a_folder_that_another_host_uses_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead, left = start(tmp_path)
+    end(dead)
+    here = left / LOCK
+    here.write_text(here.read_text().replace(socket.gethostname(), "another-host"))
+    remove_abandoned()
+    assert left.is_dir()
 
 
 def test_any_run_removes_what_a_dead_one_left_in_memory(tmp_path, monkeypatch):

@@ -120,8 +120,9 @@ def take_over(folder: Path) -> FolderLock | None:
     except OSError:
         os.close(descriptor)
         return None
-    # An empty file: another process has created it and is about to lock it.
-    if _read_holder(folder / LOCK) is None:
+    # An empty file: another process has created it and is about to lock it. Some networks lock for each host alone.
+    holder = _read_holder(folder / LOCK)
+    if holder is None or holder.host != socket.gethostname():
         os.close(descriptor)
         return None
     return FolderLock(folder, descriptor, is_kept=True)

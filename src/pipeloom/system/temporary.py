@@ -10,6 +10,8 @@ from pathlib import Path
 from pipeloom.system.folder_lock import lock_folder, take_over
 
 _PREFIX = "pipeloom-"
+_MARK = ".temporary"
+"""File in every temporary folder. A run folder that a user named like one has none."""
 SHARED_MEMORY = Path("/dev/shm")
 """A file system in memory, whose files outlive the processes that wrote them."""
 
@@ -25,6 +27,7 @@ def temporary_folder(place: Path | None = None) -> Iterator[Path]:
     remove_abandoned()
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
     try:
+        (folder / _MARK).touch()
         lock = lock_folder(folder)
         try:
             yield folder
@@ -35,8 +38,9 @@ def temporary_folder(place: Path | None = None) -> Iterator[Path]:
 
 
 def remove_abandoned() -> None:
-    """Remove folders of this user whose processes have ended, also in memory; one without a lock file stays."""
-    for folder in [one for place in (Path(tempfile.gettempdir()), SHARED_MEMORY) for one in place.glob(f"{_PREFIX}*")]:
+    """Remove temporary folders of this user whose processes have ended, also in memory; without a lock file they stay."""
+    places = (Path(tempfile.gettempdir()), SHARED_MEMORY)
+    for folder in [mark.parent for place in places for mark in place.glob(f"{_PREFIX}*/{_MARK}")]:
         try:
             # Anyone can write to the folder for temporary files: a symbolic link there may point to any file.
             is_own = folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid()
