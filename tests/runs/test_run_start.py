@@ -45,7 +45,9 @@ def finished(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("inside", ["checkpoints", "checkpoints/mine", "checkpoints/step-000003", "linked/new/run"])
+@pytest.mark.parametrize(
+    "inside", ["checkpoints", "checkpoints/mine", "actions/mine", "checkpoints/step-000003", "linked/new/run"]
+)
 def test_a_run_is_not_written_among_checkpoints(finished, inside):
     (finished / "linked").symlink_to(finished / "checkpoints")
     before = contents(finished)
@@ -69,6 +71,39 @@ def test_a_folder_with_a_run_or_its_weights_is_not_written_over(tmp_path, file):
     write_checkpoint(tmp_path / "other", 3)
     with pytest.raises(UserError, match="contains a run already"), take_run_folder(config_of(tmp_path / "other")):
         pass
+
+
+@pytest.mark.parametrize(
+    "name", ["sample.txt", "summary.json", "actions/mine.txt", "trace-replica-001-tensor-0.json", ".starting/mine.txt"]
+)
+def test_what_a_run_would_replace_in_a_folder_of_somebody_else_is_refused(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    config, first = config_of(tmp_path), name.split("/")[0]
+    with pytest.raises(UserError, match=f"contains {first}, which a run replaces or removes"), take_run_folder(config):
+        pass
+    assert contents(tmp_path) == {name: b"mine"}
+
+
+def test_other_files_of_a_folder_stay(tmp_path):
+    names = {"notes.txt", ".notes.part", ".video.mkv.part", "trace-replica-notes.json", "model.txt"}
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    config = config_of(tmp_path)
+    with take_run_folder(config) as lock:
+        folder = draft_start(lock.folder, config)
+        folder.add_metrics(LINE)
+        folder.close()
+    assert {name for name, text in contents(tmp_path).items() if text == b"mine"} == names
+
+
+def test_a_run_that_was_killed_between_its_first_files_is_no_obstacle(tmp_path):
+    config = config_of(tmp_path)
+    (tmp_path / DRAFTS).mkdir()
+    (tmp_path / DRAFTS / run_folder.CONFIG).write_text("draft")
+    (tmp_path / run_folder.METRICS).write_text("its metrics")
+    with take_run_folder(config) as lock:
+        draft_start(lock.folder, config)
 
 
 def test_a_run_that_never_begins_leaves_neither_files_nor_folders(tmp_path):

@@ -28,6 +28,10 @@ from pipeloom.system.files import parse_json, read_text
 RUN_FILE = "config.toml"
 """Run file of a run folder."""
 FOLDER = "checkpoints"
+ACTIONS = "actions"
+"""Folder in a run folder with what each rank did last (``pipeloom.runs.action_log``)."""
+DRAFTS = ".starting"
+"""Folder in a run folder with the files of a run before the end of its first step."""
 INFO = "checkpoint.json"
 METADATA = ".metadata"
 TOKENIZER = "tokenizer.json"
@@ -134,7 +138,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def among_checkpoints(path: Path) -> str | None:
-    """Why nothing else may be written to a folder: it is, or is in, a checkpoint or the checkpoints of a run.
+    """Why nothing else may be written to a folder: it is, or is in, one that a run removes, or a checkpoint.
 
     Returns:
         A sentence; ``None`` for any other folder, which need not exist.
@@ -145,6 +149,8 @@ def among_checkpoints(path: Path) -> str | None:
             return f"{path} must be outside of {one}, which is a checkpoint; choose another folder"
         if one.name == FOLDER and list_checkpoints(one.parent):
             return f"{path} must be outside of {one}, where a run has its checkpoints; choose another folder"
+        if one.name in (ACTIONS, DRAFTS) and (one.parent / RUN_FILE).exists():
+            return f"{path} must be outside of {one}, which a run removes; choose another folder"
     return None
 
 

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from itertools import count
 from pathlib import Path
+from re import compile as pattern
 from typing import Any
 
-from pipeloom.checkpoint.checkpoint_folder import FOLDER, RUN_FILE
+from pipeloom.checkpoint.checkpoint_folder import ACTIONS, DRAFTS, FOLDER, RUN_FILE, TOKENIZER, TOKENIZER_CONFIG
 from pipeloom.config import RunConfig
 from pipeloom.config.file import format_run
 from pipeloom.errors import RunError, UserError
@@ -28,7 +29,7 @@ SLOW_RANKS = "slow_ranks.json"
 """Ranks that compute for much longer than the others, at the step that named them."""
 SCHEDULE = "schedule.txt"
 TRACE = "trace.json"
-OTHER_TRACES = "trace-replica-*.json"
+OTHER_TRACES = "trace-replica-*-tensor-*.json"
 """Traces of other replicas and tensor-parallel ranks than the first; ``other_trace`` names them."""
 PREDICTED_TRACE = "predicted_trace.json"
 TIMELINE = "timeline"
@@ -42,14 +43,21 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """Exported adapters, as PEFT names them."""
 PROFILES = "profile"
 """Folder of torch.profiler's traces, one for each profiled step and rank."""
-ACTIONS = "actions"
-"""Folder with what each rank did last (``pipeloom.runs.action_log``)."""
 INTERRUPTION = "interruption.txt"
 """File in it of a run that was interrupted: by what."""
 FAILURE = "failure.json"
 """File in it of a run that failed: which rank is the reason, and which processes were ended then."""
-DRAFTS = ".starting"
-"""Folder in a run folder with the files of a run before the end of its first step."""
+DRAWN = (f"{TIMELINE}.png", f"{TIMELINE}.svg")
+_REPLACED = frozenset(
+    {
+        *(METRICS, SLOW_RANKS, SCHEDULE, TRACE, PREDICTED_TRACE, *DRAWN, SAMPLE, SUMMARY, REPORT),
+        *(TOKENIZER, TOKENIZER_CONFIG, ACTIONS, DRAFTS),
+    }
+)
+_DRAFT = pattern(r"\.(.+)\.part(\.[a-z]+)?")
+_RANDOM = pattern(r"[0-9a-f]{16}")
+"""Name of a draft of ``files.replaced``."""
+_OTHER_TRACE = pattern(r"trace-replica-\d+-tensor-\d+\.json")
 
 
 @dataclass(frozen=True)
@@ -269,8 +277,31 @@ def _ends(path: Path) -> list[Path]:
 
 def _measured(path: Path) -> list[Path]:
     """Schedule, measured and predicted traces, and timelines of a run."""
-    names = (TRACE, PREDICTED_TRACE, f"{TIMELINE}.png", f"{TIMELINE}.svg", SCHEDULE)
-    return [*path.glob(OTHER_TRACES), *(path / name for name in names if (path / name).exists())]
+    others = [file for file in path.glob(OTHER_TRACES) if _OTHER_TRACE.fullmatch(file.name)]
+    return [*others, *(path / name for name in (TRACE, PREDICTED_TRACE, *DRAWN, SCHEDULE) if (path / name).exists())]
+
+
+def replaced_by_run(path: Path) -> list[str]:
+    """Names in a folder without a run that a run would replace or remove, in order."""
+    # Drafts are of a run that did not begin: their own folder has them, and at the last moment its metrics beside it.
+    drafts = path / DRAFTS
+    own = {DRAFTS} if drafts.is_dir() and all(_is_of_run(one.name) for one in drafts.iterdir()) else set[str]()
+    own |= {METRICS} if own and (drafts / CONFIG).exists() else set()
+    return sorted(one.name for one in path.iterdir() if _is_replaced(one.name) and one.name not in own)
+
+
+def is_draft(name: str) -> bool:
+    """Whether a name is that of an incomplete file of a run, of its pictures and pages, or of its weights."""
+    found = _DRAFT.fullmatch(name)
+    return found is not None and (found[1] == "weights" or _is_of_run(found[1]) or bool(_RANDOM.fullmatch(found[1])))
+
+
+def _is_of_run(name: str) -> bool:
+    return name in (CONFIG, WARNINGS) or _is_replaced(name)
+
+
+def _is_replaced(name: str) -> bool:
+    return name in _REPLACED or _OTHER_TRACE.fullmatch(name) is not None
 
 
 def put_aside(checkpoint: Path) -> None:

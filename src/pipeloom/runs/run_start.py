@@ -15,7 +15,15 @@ from pipeloom.checkpoint.checkpoint_choice import goes_on_in, later_checkpoints
 from pipeloom.checkpoint.checkpoint_folder import FOLDER, among_checkpoints, list_checkpoints, read_info, run_of
 from pipeloom.config import RunConfig
 from pipeloom.errors import RunError, UserError, reason_of
-from pipeloom.runs.run_folder import CONFIG, DRAFTS, METRICS, RunFolder, weight_files
+from pipeloom.runs.run_folder import (
+    CONFIG,
+    DRAFTS,
+    METRICS,
+    RunFolder,
+    is_draft,
+    replaced_by_run,
+    weight_files,
+)
 from pipeloom.system.folder_lock import FolderLock, lock_folder
 from pipeloom.terminal.words import quoted
 
@@ -53,22 +61,33 @@ def take_run_folder(config: RunConfig) -> Iterator[FolderLock]:
             f"cannot write the run folder {path or 'outputs'}: {reason_of(error)}; choose another --output.folder"
         ) from error
     try:
-        has_run = (path / CONFIG).exists() or bool(list_checkpoints(path) or weight_files(path))
-        resume = config.checkpoint.resume
         # After locking: another run may have begun here while this one waited.
-        if has_run and not (resume is not None and goes_on_in(resume, path)):
-            raise UserError(
-                f"{path} contains a run already; choose another --output.folder, move it away, or add "
-                f"--checkpoint.resume {quoted(path)} to resume it"
-            )
+        _refuse_other_files(path, config.checkpoint.resume)
         _remove_drafts(path)
-        yield lock
+        try:
+            yield lock
+        finally:
+            # Before the lock is released, since afterwards the drafts may be another run's.
+            if (path / DRAFTS).is_dir():
+                _remove_drafts(path)
     finally:
-        # Before the lock is released, since afterwards the drafts may be another run's.
-        if (path / DRAFTS).is_dir():
-            _remove_drafts(path)
         lock.release()
         _remove_empty(made)
+
+
+def _refuse_other_files(path: Path, resume: Path | None) -> None:
+    """Refuse a folder with another run than the one that resumes, or with files that a run would replace."""
+    if (path / CONFIG).exists() or list_checkpoints(path) or weight_files(path):
+        if resume is not None and goes_on_in(resume, path):
+            return
+        raise UserError(
+            f"{path} contains a run already; choose another --output.folder, move it away, or add "
+            f"--checkpoint.resume {quoted(path)} to resume it"
+        )
+    if others := replaced_by_run(path):
+        raise UserError(
+            f"{path} contains {', '.join(others)}, which a run replaces or removes; choose another --output.folder"
+        )
 
 
 def draft_start(path: Path, config: RunConfig) -> RunFolder:
@@ -161,7 +180,7 @@ def _remove_drafts(path: Path) -> None:
 def remove_unfinished(path: Path) -> None:
     """Remove incomplete files and checkpoints; no process writes them any more."""
     checkpoints = path / FOLDER
-    own = [*path.glob(".*.part"), *path.glob(".*.part.*")]  # the latter of pages and pictures (``files.replaced``)
+    own = [one for one in path.glob(".*") if is_draft(one.name)]
     for draft in [*own, *checkpoints.glob(".step-*.part"), *checkpoints.glob(".step-*.old")]:
         if draft.is_dir():
             shutil.rmtree(draft, ignore_errors=True)

@@ -38,7 +38,7 @@ def temporary_folder(place: Path | None = None) -> Iterator[Path]:
 
 
 def remove_abandoned() -> None:
-    """Remove temporary folders of this user whose processes have ended, also in memory; without a lock file they stay."""
+    """Remove temporary folders of this user whose processes have ended, also in memory; without a lock one stays."""
     places = (Path(tempfile.gettempdir()), SHARED_MEMORY)
     for folder in [mark.parent for place in places for mark in place.glob(f"{_PREFIX}*/{_MARK}")]:
         try:
