@@ -155,9 +155,10 @@ def among_checkpoints(path: Path) -> str | None:
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether a folder has the model and the weights of a Hugging Face model, in any format."""
+    """Whether a folder has the model and the weights of a Hugging Face model, in any format, and is no run."""
     try:
-        return (path / "config.json").is_file()
+        # Weights may have been exported into a run folder; those of its checkpoints are newer after it resumed.
+        return (path / "config.json").is_file() and not list_checkpoints(path)
     except OSError:  # such as a name that is too long
         return False
 

@@ -11,6 +11,8 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -87,6 +89,25 @@ def lock_folder(folder: Path, patience_s: float = _PATIENCE_S) -> FolderLock:
             raise UserError(f"the run folder {folder} is in use by {who}; wait for its end, or end it")
         # flock without LOCK_NB would wait forever, and could not name the holder.
         time.sleep(0.05)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which this process may hold already.
+
+    Raises:
+        UserError: as ``lock_folder``.
+        OSError: the lock file cannot be written.
+    """
+    holder = _read_holder(folder / LOCK)
+    if holder is not None and (holder.pid, holder.host) == (os.getpid(), socket.gethostname()) and is_locked(folder):
+        yield
+        return
+    lock = lock_folder(folder)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def is_locked(folder: Path) -> bool | None:

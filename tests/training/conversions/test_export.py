@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from small_run import small_run
 
-from pipeloom.checkpoint.checkpoint_folder import FOLDER, INFO, find_checkpoint
+from pipeloom.checkpoint.checkpoint_folder import FOLDER, INFO, find_checkpoint, find_weights
 from pipeloom.cli import main
 from pipeloom.config import CheckpointConfig, RunConfig, TrainingConfig
 from pipeloom.config.file import format_run
@@ -22,6 +24,8 @@ from pipeloom.errors import RunError, UserError
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.runs.run_folder import CONFIG, RunFolder
+from pipeloom.system import folder_lock
+from pipeloom.system.folder_lock import LOCK
 from pipeloom.training.conversions.converted import existing, read_run
 from pipeloom.training.conversions.export import export_weights
 from pipeloom.training.session import resolve
@@ -130,6 +134,39 @@ def test_weights_that_are_there_are_not_written_over(trained, tmp_path, capsys):
     assert main(["export", str(run), str(tmp_path)]) == 2
     assert "already has weights; choose another folder" in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["model-00001-of-00002.safetensors"]
+
+
+HOLD = """
+import sys
+import time
+from pathlib import Path
+from pipeloom.system.folder_lock import lock_folder
+lock = lock_folder(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_folder_that_another_process_writes_to_is_refused(trained, tmp_path, capsys, monkeypatch):
+    run, _ = trained
+    monkeypatch.setattr(folder_lock.lock_folder, "__defaults__", (0.0,))
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout.readline() == "held\n"
+            assert main(["export", str(run), str(tmp_path)]) == 2
+            assert f"is in use by process {other.pid}" in capsys.readouterr().err
+        finally:
+            other.kill()
+    assert {file.name for file in tmp_path.iterdir()} == {LOCK}
+    assert main(["export", str(run), str(tmp_path)]) == 0
+
+
+def test_a_run_stays_one_where_its_weights_were_exported_into_it(trained, tmp_path):
+    run = shutil.copytree(trained[0], tmp_path / "run")
+    export_weights(run, run, format="hf")
+    assert find_weights(run) == run / FOLDER / "step-000001"
+    shutil.rmtree(run / FOLDER)
+    assert find_weights(run) == run
 
 
 @pytest.mark.parametrize("more", [[], ["--file-gb", "0"]])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_run import small_run
+from torch.distributed import checkpoint as dcp
 
 from pipeloom.cli import main
 from pipeloom.config import CheckpointConfig, ModelConfig, OutputConfig, TrainingConfig
@@ -82,3 +83,29 @@ def test_a_model_that_has_experts_and_a_folder_that_exists_are_refused(dense, tm
     assert f"{out} exists; choose another folder" in capsys.readouterr().err
     assert main(["convert", "upcycle", str(out), str(tmp_path / "again")]) == 2
     assert "has experts already" in capsys.readouterr().err
+
+
+def test_what_appears_at_the_folder_meanwhile_stays(dense, tmp_path, capsys, monkeypatch):
+    folder, save = tmp_path / "new" / "run", dcp.save
+
+    def save_beside(*words, **more):
+        folder.mkdir(parents=True)
+        (folder / "notes.txt").write_text("mine")
+        return save(*words, **more)
+
+    monkeypatch.setattr(dcp, "save", save_beside)
+    assert main(["convert", "upcycle", str(dense), str(folder), "--experts", "2"]) == 1
+    assert f"{folder} was made by another process meanwhile; choose another folder" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.joinpath("new").rglob("*")} == {"run", "notes.txt"}
+
+
+def test_an_interrupted_conversion_removes_only_what_it_made(dense, tmp_path, monkeypatch):
+    folder = tmp_path / "new" / "run"
+
+    def interrupted(*_words, **_more):
+        (tmp_path / "new" / "thesis.txt").write_text("mine")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dcp, "save", interrupted)
+    assert main(["convert", "upcycle", str(dense), str(folder), "--experts", "2"]) == 130
+    assert [path.name for path in tmp_path.joinpath("new").iterdir()] == ["thesis.txt"]

@@ -1,8 +1,10 @@
 """Reads a run for a conversion of its model, and writes the folder of the run that resumes from it."""
 
+import secrets
 import shutil
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +21,6 @@ from pipeloom.checkpoint.checkpoint_folder import (
     TOKENIZER,
     CheckpointInfo,
     among_checkpoints,
-    draft_of,
     is_hugging_face,
     measure,
     name_of,
@@ -146,27 +147,36 @@ def write_converted(
     Raises:
         RunError: the files cannot be written; nothing is left behind.
     """
-    path, made = folder / FOLDER / name_of(info.step), not folder.parent.exists()
-    draft = draft_of(path)
+    path = folder / FOLDER / name_of(info.step)
+    made = [one for one in folder.parents if not one.exists()]
+    draft = folder.with_name(f".{secrets.token_hex(8)}.part")
+    inside = draft / path.relative_to(folder)
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     held = {
         key: Elements(tensor.flatten(), shapes[key], (0,) * tensor.ndim, shapes[key], 0)
         for key, tensor in tensors.items()
     }
     try:
-        draft.mkdir(parents=True)
+        inside.mkdir(parents=True)
         assert not dist.is_initialized(), "a conversion has one process"
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is")  # on purpose: one process
-            dcp.save({}, storage_writer=CheckpointWriter(draft), planner=ElementsSavePlanner(held), no_dist=True)
+            dcp.save({}, storage_writer=CheckpointWriter(inside), planner=ElementsSavePlanner(held), no_dist=True)
         for name, text in texts.items():
-            write_synced(draft / name, text)
-        write_info(draft, info, measure([draft / METADATA, *draft.glob("__0_*"), *(draft / name for name in texts)]))
-        sync_folder(draft)
-        draft.rename(path)
-        write_synced(folder / CONFIG, format_run(config))
+            write_synced(inside / name, text)
+        stored = [inside / METADATA, *inside.glob("__0_*"), *(inside / name for name in texts)]
+        write_info(inside, info, measure(stored))
+        sync_folder(inside)
+        write_synced(draft / CONFIG, format_run(config))
+        draft.rename(folder)
     except BaseException as error:
-        shutil.rmtree(folder.parent if made else folder, ignore_errors=True)
+        # Another process may have made the folder meanwhile, or written to a folder that was made here.
+        shutil.rmtree(draft, ignore_errors=True)
+        for one in made:
+            with suppress(OSError):
+                one.rmdir()
+        if isinstance(error, OSError) and folder.exists():
+            raise RunError(f"{folder} was made by another process meanwhile; choose another folder") from None
         if isinstance(error, OSError | dcp.CheckpointException):
             raise RunError(f"cannot write {folder}: {getattr(error, 'strerror', None) or error}") from None
         raise

@@ -39,6 +39,7 @@ from pipeloom.data.tokenizer import END_OF_TEXT
 from pipeloom.errors import RunError, UserError
 from pipeloom.model.block_sparse import Pattern, weight_patterns
 from pipeloom.runs.run_folder import ADAPTER_WEIGHTS, WEIGHTS, WEIGHTS_INDEX, weight_files
+from pipeloom.system.folder_lock import locked
 from pipeloom.training.checkpoints.contents import MODEL
 from pipeloom.training.checkpoints.storage import CheckpointReader
 from pipeloom.training.conversions.export_content import (
@@ -117,8 +118,7 @@ def export_checkpoint(
     """``export_weights`` of a checkpoint whose files are known to be undamaged."""
     if (reason := among_checkpoints(folder)) is not None:
         raise UserError(reason)
-    if weight_files(folder) or (folder / ADAPTER_WEIGHTS).exists():
-        raise UserError(f"{folder} already has weights; choose another folder, or move them")
+    _refuse_weights(folder)
     stored, adapter = stored_parameters(CheckpointReader(checkpoint)), stored_adapter(checkpoint)
     if merge and adapter is None:
         raise UserError(f"the checkpoint {checkpoint} has no adapters to merge; leave merge out")
@@ -136,6 +136,11 @@ def export_checkpoint(
         content = replace(content, dtypes=dict.fromkeys(content.dtypes, getattr(torch, dtype)))
     content = replace(content, texts={**_tokenizer_texts(checkpoint, format), **content.texts})
     return _write_files(folder, stored, content, merged=merged, file_bytes=file_bytes or FILE_BYTES)
+
+
+def _refuse_weights(folder: Path) -> None:
+    if weight_files(folder) or (folder / ADAPTER_WEIGHTS).exists():
+        raise UserError(f"{folder} already has weights; choose another folder, or move them")
 
 
 def _tokenizer_texts(checkpoint: Path, format: Format) -> dict[str, str]:  # noqa: A002  as above
@@ -211,10 +216,10 @@ def _write_files(
     parts, texts = content.parts or _named_parts(sizes, file_bytes), dict(content.texts)
     if len(parts) > 1 and WEIGHTS_INDEX not in texts:
         texts[WEIGHTS_INDEX] = _index(parts, {"total_size": sum(sizes.values()), **content.about})
-    texts = _missing_texts(texts, folder)
     _check_room(folder, sum(sizes.values()))
     by_name = {one.name: one for one in content.tensors}
     with _together(folder) as drafts:
+        texts = _missing_texts(texts, folder)
         for name, part in parts.items():
             tensors = _read(stored, [by_name[key] for key in part], content.dtypes, merged)
             _write(drafts / name, tensors, content.headers.get(name, content.about))
@@ -253,9 +258,25 @@ def _together(folder: Path) -> Iterator[Path]:
     """A draft folder, whose files are moved to ``folder`` at the end: all of them, or none after a failure."""
     # A failure removes the folders created here and no others.
     made = [one for one in (folder, *folder.parents) if not one.exists()]
-    drafts, placed = folder / _DRAFTS, list[Path]()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder):
+            _refuse_weights(folder)  # another process may have written them since the first look
+            yield from _drafted(folder)
+    except BaseException as error:  # an interrupt, too
+        with suppress(OSError):
+            for one in made:
+                one.rmdir()
+        if isinstance(error, OSError | SafetensorError):
+            what = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2]
+            raise RunError(f"cannot write weights to {folder}: {what}") from None
+        raise
+
+
+def _drafted(folder: Path) -> Iterator[Path]:
+    """``_together`` of a folder that is locked."""
+    drafts, placed = folder / _DRAFTS, list[Path]()
+    try:
         shutil.rmtree(drafts, ignore_errors=True)  # of an export that was killed
         drafts.mkdir()
         yield drafts
@@ -264,16 +285,10 @@ def _together(folder: Path) -> Iterator[Path]:
             placed.append(folder / draft.name)
             draft.replace(placed[-1])
         drafts.rmdir()
-    except BaseException as error:  # an interrupt, too
+    except BaseException:
         for file in placed:
             file.unlink(missing_ok=True)
         shutil.rmtree(drafts, ignore_errors=True)
-        with suppress(OSError):
-            for one in made:
-                one.rmdir()
-        if isinstance(error, OSError | SafetensorError):
-            what = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2]
-            raise RunError(f"cannot write weights to {folder}: {what}") from None
         raise
 
 
