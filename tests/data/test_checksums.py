@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +70,29 @@ def test_a_changed_target_is_refused_at_the_start(tmp_path: Path, config: DataCo
     change(file, 3)
     with pytest.raises(UserError, match=r"targets\.bin was changed"):
         load_data(config, 0)
+
+
+@pytest.mark.parametrize("name", ["tokens.idx", "counts.npy"])
+def test_changed_borders_and_counts_are_refused_at_the_start(tmp_path: Path, config: DataConfig, name: str) -> None:
+    tokenize_text(config, tmp_path / "tokens", 1, is_quiet=True)
+    config = replace(config, path=tmp_path / "tokens")
+    load_data(config, 0)
+    change(tmp_path / "tokens" / name, -8)
+    with pytest.raises(UserError, match=rf"{re.escape(name)} was changed: .* copy the folder again"):
+        load_data(config, 0)
+
+
+def test_a_summary_with_another_number_is_damaged(tmp_path: Path, config: DataConfig) -> None:
+    tokenize_text(config, tmp_path / "tokens", 1, is_quiet=True)
+    summary, config = tmp_path / "tokens" / "summary.json", replace(config, path=tmp_path / "tokens")
+    tree = json.loads(summary.read_text(encoding="utf-8"))
+    moved = {"train_tokens": tree["train_tokens"] + 1, "validation_tokens": tree["validation_tokens"] - 1}
+    summary.write_text(json.dumps({**tree, **moved}, indent=2) + "\n", encoding="utf-8")
+    with pytest.raises(UserError, match="is a folder of tokens, which are damaged"):
+        load_data(config, 0)
+    del tree["sha256"]  # of an older version
+    summary.write_text(json.dumps({**tree, **moved}), encoding="utf-8")
+    load_data(config, 0)
 
 
 def test_tokens_that_are_read_where_they_are_have_checksums_too(tmp_path: Path, config: DataConfig) -> None:

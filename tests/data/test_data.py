@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from pipeloom.data import tokenizing
 from pipeloom.data.corpus import documents, held_out, key_of
 from pipeloom.data.listing import list_sources
 from pipeloom.data.prepared import tokenize_text
+from pipeloom.data.summary import write_summary
 from pipeloom.data.text import Data, load_data, load_whole, token_shares, unigram_loss
 from pipeloom.data.tokenizer import ByteTokenizer, LibraryTokenizer, token_dtype
 from pipeloom.data.windows import TokenWindows
@@ -403,13 +404,32 @@ def test_a_failure_while_writing_leaves_nothing(config: DataConfig, monkeypatch:
     assert not config.cache.exists()
 
 
+@pytest.mark.parametrize("name", ["notes.txt", "summary.json"])
+def test_what_appears_at_the_folder_of_tokens_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "one.txt").write_text("a text " * 50)
+    folder, real = tmp_path / "tokens", entry_module.tokenize
+
+    def beside(*words: Any, **more: Any) -> object:
+        folder.mkdir()
+        (folder / name).write_text("mine")
+        return real(*words, **more)
+
+    monkeypatch.setattr(entry_module, "tokenize", beside)
+    with pytest.raises(UserError, match="was made by another process meanwhile; choose another folder"):
+        tokenize_text(DataConfig(path=tmp_path / "one.txt"), folder, None, is_quiet=True)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {name: "mine"}
+
+
 def test_a_process_that_was_faster_wins(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.cache is not None
     load_data(config, 0)
     (entry,) = config.cache.iterdir()
-    summary = json.loads((entry / "summary.json").read_text(encoding="utf-8"))
-    (entry / "summary.json").write_text(json.dumps({**summary, "corpus_sha256": "theirs"}), encoding="utf-8")
     real = entry_module.read_summary
+    summary = real(entry)
+    assert summary is not None
+    write_summary(entry, replace(summary, corpus_sha256="theirs"))
     calls: list[Path] = []
 
     def missing_at_first(folder: Path) -> object:

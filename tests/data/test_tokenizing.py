@@ -15,9 +15,10 @@ from pipeloom.cli import main
 from pipeloom.config import DataConfig
 from pipeloom.config.tokenizer_files import tokenizer_files
 from pipeloom.data import entry, tokenizing
-from pipeloom.data.entry import Corpus, Summary, write_entry
+from pipeloom.data.entry import Corpus, write_entry
 from pipeloom.data.indexed import read_indexed, write_index
 from pipeloom.data.listing import list_sources
+from pipeloom.data.summary import Summary
 from pipeloom.data.text import load_data
 from pipeloom.data.tokenizer import ByteTokenizer, tokenizer_from
 from pipeloom.errors import RunError, UserError

@@ -10,8 +10,8 @@ from small_run import small_run
 
 from pipeloom.cli.train import _parameters
 from pipeloom.config import AdapterConfig, CheckpointConfig, ModelConfig
-from pipeloom.data.entry import Summary
 from pipeloom.data.prepared import sizes_of
+from pipeloom.data.summary import Summary
 from pipeloom.predict.describe import completed
 from pipeloom.training.run import _announce, _read_again, _say
 from pipeloom.training.stages import stage_of

@@ -12,7 +12,6 @@ A checkpoint is written under a hidden name and then renamed, so one with its fi
 
 import errno
 import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pipeloom.errors import UserError, reason_of
-from pipeloom.system.files import parse_json, read_text
+from pipeloom.system.files import parse_json, read_text, sealed
 
 RUN_FILE = "config.toml"
 """Run file of a run folder."""
@@ -261,7 +260,7 @@ def write_info(checkpoint: Path, info: CheckpointInfo, files: Mapping[str, Store
         OSError: it cannot be written.
     """
     listed = {name: asdict(files[name]) for name in sorted(files)}
-    write_synced(checkpoint / INFO, _sealed({"format": _FORMAT, **asdict(info), "files": listed}))
+    write_synced(checkpoint / INFO, sealed({"format": _FORMAT, **asdict(info), "files": listed}))
 
 
 def write_synced(file: Path, text: str) -> None:
@@ -359,18 +358,12 @@ def _read(checkpoint: Path) -> tuple[CheckpointInfo, dict[str, StoredFile] | Non
             return CheckpointInfo(**tree), None
         tree.pop("sha256", None)
         # The whole text is compared, including spaces and the order of keys.
-        if text != _sealed({"format": found, **tree}):
+        if text != sealed({"format": found, **tree}):
             raise UserError("it was changed after it was written (its hash differs); use another checkpoint")
         files = {_plain(name): StoredFile(**one) for name, one in dict(tree.pop("files", {})).items()}
         return CheckpointInfo(**tree), files
     except (ValueError, TypeError) as error:  # a UserError is a ValueError
         raise UserError(f"cannot read {path}: {reason_of(error)}") from error
-
-
-def _sealed(tree: dict[str, Any]) -> str:
-    """A tree as JSON that contains its own hash. The text is unique, so that every changed byte is detected."""
-    digest = hashlib.sha256(json.dumps(tree, indent=2).encode()).hexdigest()
-    return json.dumps({**tree, "sha256": digest}, indent=2) + "\n"
 
 
 def _plain(name: str) -> str:

@@ -105,3 +105,15 @@ def open_checked(folder: Path, name: str, file: Path, item_bytes: int, advice: s
     if len(checksums) != -(-file.stat().st_size // BLOCK_BYTES):
         raise UserError(f"{stored} is damaged; {advice}")
     return CheckedFile(file, checksums, item_bytes, advice)
+
+
+def check_whole(folder: Path, name: str, file: Path, advice: str) -> None:
+    """Compare a whole file with the checksums that a folder has of it, if it has some; the arguments of
+    ``open_checked``.
+
+    Raises:
+        UserError: the file or its checksums are damaged.
+    """
+    checked = open_checked(folder, name, file, 1, advice)
+    if checked is not None:
+        checked.check(0, 0, file.stat().st_size)

@@ -4,7 +4,7 @@
     tokens.idx       index of their documents, in Megatron-LM's format
     targets.bin      of records with answers: whether each token is a target, a byte each
     counts.npy       occurrences of each token, of targets only, in both, int64 [2, vocab_size]
-    tokens.bin.crc32.npy, targets.bin.crc32.npy    checksums of their blocks (``pipeloom.data.checksums``)
+    *.crc32.npy      checksums of the blocks of each of these (``pipeloom.data.checksums``)
     summary.json     their numbers, and facts about the corpus
     tokenizer.json   the tokenizer, with tokenizer_config.json if it was given; none for bytes in the cache
 
@@ -13,13 +13,12 @@ An entry is written under another name and then renamed, so an existing one is c
 
 import fcntl
 import hashlib
-import json
 import shutil
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -27,11 +26,11 @@ import numpy as np
 import numpy.typing as npt
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, TOKENIZER_CONFIG
-from pipeloom.data.checksums import RENEW, CheckedFile, open_checked, write_checksum
+from pipeloom.data.checksums import RENEW, CheckedFile, check_whole, open_checked, write_checksum
 from pipeloom.data.corpus import Piece, Source, bytes_of, documents, held_out, key_of, name_of
 from pipeloom.data.indexed import read_indexed, write_index
-from pipeloom.data.own_folders import COUNTS, LOCK, PARTS, SUMMARY, TOKENS, holds_tokens
+from pipeloom.data.own_folders import COUNTS, LOCK, PARTS, TARGETS, TOKENS
+from pipeloom.data.summary import Summary, read_summary, write_summary
 from pipeloom.data.tokenizer import (
     ByteTokenizer,
     TokenArray,
@@ -44,77 +43,13 @@ from pipeloom.errors import UserError
 from pipeloom.system.cores import own_cores
 from pipeloom.terminal.progress import Bar
 
-INDEX, TARGETS = "tokens.idx", "targets.bin"
+INDEX = "tokens.idx"
 _BPE_SAMPLE_BYTES = 8_000_000
 """Text that byte-pair encoding is trained on; more takes longer and hardly changes the merges."""
 _COUNT_AT_ONCE = 1 << 22
 """Tokens of which bincount makes an int64 copy."""
 _SEVERAL_BYTES = 64 << 20
 """Size of a text that several processes tokenize; less is done before they have started."""
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Content of ``summary.json``.
-
-    Attributes:
-        num_documents: those that are text.
-        num_skipped: those that are not.
-        num_bytes: of the text.
-        vocab_size: of the tokenizer.
-        train_tokens: number of the first tokens, for training.
-        validation_tokens: number of those behind them.
-        corpus_sha256: fingerprint of the text.
-        tokenizer_sha256: of the files of the tokenizer.
-        file: of the tokens, if they are not in the entry.
-        train_targets: of the training tokens; ``None`` if all of them are.
-        first_skipped: name of the first document that is not text; empty for none, and in entries of older versions.
-    """
-
-    num_documents: int
-    num_skipped: int
-    num_bytes: int
-    vocab_size: int
-    train_tokens: int
-    validation_tokens: int
-    corpus_sha256: str
-    tokenizer_sha256: str
-    file: str = ""
-    train_targets: int | None = None
-    first_skipped: str = ""
-
-
-def is_entry(folder: Path) -> bool:
-    """Whether a folder is an entry, perhaps a damaged one, rather than a folder of text."""
-    return holds_tokens([name for name in (SUMMARY, TOKENS, COUNTS) if (folder / name).is_file()])
-
-
-def read_summary(folder: Path) -> Summary | None:
-    """An entry's summary; ``None`` if the entry is missing or damaged."""
-    try:
-        summary = Summary(**json.loads((folder / SUMMARY).read_text(encoding="utf-8")))
-        sizes = (summary.vocab_size - 1, summary.train_tokens, summary.validation_tokens)
-        if not all(isinstance(size, int) and size >= 0 for size in sizes):
-            return None
-        num_counts = (folder / COUNTS).stat().st_size
-        found = sha256_of(stored_files(folder))
-        num_bytes = None if summary.file else (folder / TOKENS).stat().st_size
-        num_targets = (folder / TARGETS).stat().st_size if summary.train_targets is not None else None
-    except (OSError, ValueError, TypeError):
-        return None
-    # A truncated file counts as damaged.
-    width = np.dtype(token_dtype(summary.vocab_size)).itemsize
-    num_tokens = summary.train_tokens + summary.validation_tokens
-    is_whole = num_bytes in (None, width * num_tokens) and num_targets in (None, num_tokens)
-    is_whole = is_whole and num_counts > 2 * 8 * summary.vocab_size
-    return summary if is_whole and found == summary.tokenizer_sha256 else None
-
-
-def stored_files(folder: Path) -> dict[str, str]:
-    """The files of an entry's tokenizer. That of bytes is always the same and may have none."""
-    names = [name for name in (TOKENIZER, TOKENIZER_CONFIG) if (folder / name).exists()]
-    found = {name: (folder / name).read_text(encoding="utf-8") for name in names}
-    return found or ByteTokenizer().files()
 
 
 def open_targets(folder: Path, summary: Summary) -> npt.NDArray[np.bool_] | None:
@@ -126,8 +61,7 @@ def open_targets(folder: Path, summary: Summary) -> npt.NDArray[np.bool_] | None
     if summary.train_targets is None:
         return None
     targets = np.memmap(folder / TARGETS, np.bool_, mode="r")
-    if (checked := open_checked(folder, TARGETS, folder / TARGETS, 1, RENEW)) is not None:
-        checked.check(0, 0, len(targets))  # at once: packing reads all of them
+    check_whole(folder, TARGETS, folder / TARGETS, RENEW)  # at once: packing reads all of them
     return targets
 
 
@@ -137,20 +71,36 @@ def checked_tokens(folder: Path, summary: Summary) -> CheckedFile | None:
     Raises:
         UserError: the checksums are damaged.
     """
+    advice = _again(folder, summary)
     if not summary.file:
-        return open_checked(folder, TOKENS, folder / TOKENS, token_dtype(summary.vocab_size)().itemsize, RENEW)
+        return open_checked(folder, TOKENS, folder / TOKENS, token_dtype(summary.vocab_size)().itemsize, advice)
     file = Path(summary.file)
-    advice = f"copy it again, or remove {folder} if it is right as it is"
     return open_checked(folder, TOKENS, file.with_suffix(".bin"), read_indexed(file).tokens.itemsize, advice)
 
 
 def document_ends(folder: Path, summary: Summary) -> npt.NDArray[np.int64]:
-    """For each document of an entry the number of tokens up to its end, [documents]."""
-    return read_indexed(Path(summary.file) if summary.file else folder / TOKENS).ends
+    """For each document of an entry the number of tokens up to its end, [documents].
+
+    Raises:
+        UserError: the file of the index was changed.
+    """
+    file = Path(summary.file) if summary.file else folder / TOKENS
+    check_whole(folder, INDEX, file.with_suffix(".idx"), _again(folder, summary))
+    return read_indexed(file).ends
+
+
+def _again(folder: Path, summary: Summary) -> str:
+    """What to do about a damaged file of an entry."""
+    return f"copy it again, or remove {folder} if it is right as it is" if summary.file else RENEW
 
 
 def open_entry(folder: Path, summary: Summary) -> tuple[TokenArray, npt.NDArray[np.int64]]:
-    """Tokens and counts of an entry."""
+    """Tokens and counts of an entry.
+
+    Raises:
+        UserError: the file of the counts was changed.
+    """
+    check_whole(folder, COUNTS, folder / COUNTS, RENEW)
     if summary.file:
         tokens = read_indexed(Path(summary.file)).tokens
     else:
@@ -206,6 +156,7 @@ def write_entry(folder: Path, corpus: Corpus, num_workers: int | None = None, *,
         # Another process may have written the entry meanwhile.
         if (found := read_summary(folder)) is not None:
             return found
+        is_damaged = folder.exists()
         tokenizer = corpus.make_tokenizer()
         job = Job(corpus.sources, corpus.field, tokenizer.files(), parts, corpus.unit_bytes)
         total = sum(source.num_bytes for source in corpus.sources)
@@ -229,9 +180,14 @@ def write_entry(folder: Path, corpus: Corpus, num_workers: int | None = None, *,
         except UserError:
             shutil.rmtree(parts)  # another attempt would find the same
             raise
-        if folder.exists():  # damaged
-            shutil.rmtree(folder)
-        draft.replace(folder)
+        if is_damaged:
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            draft.replace(folder)
+        except OSError as error:
+            if not folder.exists():
+                raise
+            raise UserError(f"{folder} was made by another process meanwhile; choose another folder") from error
         shutil.rmtree(parts, ignore_errors=True)
         return summary
 
@@ -305,7 +261,7 @@ def write_indexed_entry(folder: Path, file: Path, validation_fraction: float, to
         draft.mkdir()
         sides = found.tokens[:border], found.tokens[border:]
         counts = np.stack([_counts(side, tokenizer.vocab_size) for side in sides])
-        _finish(draft, summary, counts, tokenizer, {TOKENS: file.with_suffix(".bin")})
+        _finish(draft, summary, counts, tokenizer, {TOKENS: file.with_suffix(".bin"), INDEX: file.with_suffix(".idx")})
         shutil.rmtree(folder, ignore_errors=True)
         draft.replace(folder)
         shutil.rmtree(parts, ignore_errors=True)
@@ -450,7 +406,7 @@ def _assemble(
         train_targets=int(counts[0].sum()) if has_answers else None,
         first_skipped=found.first_skipped,
     )
-    files = {name: draft / name for name in (TOKENS, TARGETS) if (draft / name).exists()}
+    files = {name: draft / name for name in (TOKENS, TARGETS, INDEX) if (draft / name).exists()}
     _finish(draft, summary, np.stack(counts), tokenizer, files)
     return summary
 
@@ -458,14 +414,14 @@ def _assemble(
 def _finish(
     draft: Path, summary: Summary, counts: npt.NDArray[np.int64], tokenizer: Tokenizer, files: Mapping[str, Path]
 ) -> None:
-    """Write the files beside the tokens and targets, whose paths are ``files`` by name."""
+    """Write the files beside those with the paths ``files`` by name, and the checksums of all."""
     np.save(draft / COUNTS, counts)
-    for name, file in files.items():
+    for name, file in {**files, COUNTS: draft / COUNTS}.items():
         write_checksum(draft, name, file)
     if not isinstance(tokenizer, ByteTokenizer):
         for name, text in tokenizer.files().items():
             (draft / name).write_text(text, encoding="utf-8")
-    (draft / SUMMARY).write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
+    write_summary(draft, summary)
 
 
 def _counts_in(draft: Path, vocab_size: int, begin: int, end: int, *, has_targets: bool) -> npt.NDArray[np.int64]:

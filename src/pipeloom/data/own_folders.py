@@ -6,7 +6,7 @@ from pathlib import Path
 from pipeloom.checkpoint.checkpoint_folder import FOLDER, INFO, METADATA, list_checkpoints
 from pipeloom.runs.run_folder import ADAPTER_WEIGHTS, CONFIG, DRAFTS, METRICS, WEIGHTS, WEIGHTS_INDEX
 
-TOKENS, COUNTS, SUMMARY = "tokens.bin", "counts.npy", "summary.json"
+TOKENS, TARGETS, COUNTS, SUMMARY = "tokens.bin", "targets.bin", "counts.npy", "summary.json"
 """Files of a tokenized text (``pipeloom.data.entry``)."""
 PARTS, LOCK = ".parts", "lock"
 """End of the name, and a file, of the folder that a text is tokenized in."""

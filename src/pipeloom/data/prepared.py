@@ -19,20 +19,12 @@ from pipeloom.config import DataConfig
 from pipeloom.config.tokenizer_files import tokenizer_files
 from pipeloom.data.checksums import RENEW
 from pipeloom.data.corpus import Source
-from pipeloom.data.entry import (
-    Corpus,
-    Summary,
-    is_entry,
-    read_summary,
-    sample,
-    stored_files,
-    write_entry,
-    write_indexed_entry,
-)
+from pipeloom.data.entry import Corpus, sample, write_entry, write_indexed_entry
 from pipeloom.data.indexed import is_indexed
 from pipeloom.data.listing import Listing, list_sources
 from pipeloom.data.own_folders import TOKENS
 from pipeloom.data.records import has_records
+from pipeloom.data.summary import Summary, is_entry, read_summary, stored_files
 from pipeloom.data.tokenizer import (
     ByteTokenizer,
     LibraryTokenizer,

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pipeloom.config import DataConfig
 from pipeloom.data.checksums import CheckedFile
-from pipeloom.data.entry import Summary, checked_tokens, document_ends, open_entry, open_targets, stored_files
+from pipeloom.data.entry import checked_tokens, document_ends, open_entry, open_targets
 from pipeloom.data.listing import Listing
 from pipeloom.data.packing import PackedWindows, pack, with_targets
 from pipeloom.data.prepared import (
@@ -31,6 +31,7 @@ from pipeloom.data.prepared import (
     where,
     without,
 )
+from pipeloom.data.summary import Summary, stored_files
 from pipeloom.data.tokenizer import TokenArray, Tokenizer, require_library, tokenizer_from
 from pipeloom.data.windows import Mixture, TokenWindows, Windows
 from pipeloom.errors import UserError

@@ -1,6 +1,7 @@
 """Reading and writing of users' files: limited in size, and every failure is a ``UserError`` of one sentence."""
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -180,6 +181,12 @@ def write_text(file: Path, text: str, what: str = "", advice: str = "", *, paren
     except OSError as error:
         name = f"{what} {file}".strip()
         raise UserError(f"cannot write {name}: {reason_of(error)}{f'; {advice}' if advice else ''}") from error
+
+
+def sealed(tree: dict[str, Any]) -> str:
+    """A tree as JSON that contains its own hash. The text is unique, so that every changed byte is detected."""
+    digest = hashlib.sha256(json.dumps(tree, indent=2).encode()).hexdigest()
+    return json.dumps({**tree, "sha256": digest}, indent=2) + "\n"
 
 
 def parse_toml(text: str, source: object) -> dict[str, Any]:
