@@ -26,6 +26,14 @@ def test_the_page_can_go_elsewhere(tmp_path):
     assert not (run / "report.html").exists()
 
 
+def test_a_file_that_is_no_page_is_not_replaced(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    before = (run / "config.toml").read_text()
+    assert main(["report", str(run), "--output", str(run / "config.toml")]) == 2
+    assert "--output replaces a file whose name ends in .html, found" in capsys.readouterr().err
+    assert (run / "config.toml").read_text() == before
+
+
 def test_a_run_without_an_end_has_a_page_and_the_terminal_says_that_it_has_not_finished(tmp_path, capsys):
     run = without_its_end(write_run(tmp_path / "run"), "trace.json", steps=2)
     assert main(["report", str(run)]) == 0

@@ -38,10 +38,13 @@ def run(words: list[str]) -> int:
     from pipeloom.runs.run_reading import read_run
     from pipeloom.terminal.console import hanging
 
+    output = options.output
+    if output is not None and output.is_file() and output.suffix not in (".html", ".htm"):
+        problems.append(f"--output replaces a file whose name ends in .html, found {output}; name another one")
     found = or_note(lambda: read_run(options.folder), problems)
     if problems or found is None:
         raise ConfigError(problems, SOURCE)
-    print(f"report     {write_page(found, options.output)}")
+    print(f"report     {write_page(found, output)}")
     verdict = verdict_of(found)
     if verdict is not None:
         print(hanging("step       " + "\n           ".join(verdict.lines), 11))

@@ -414,10 +414,10 @@ class Trainer:
     def _go_back(self, step: int, problem: str) -> None:
         """Go back to the newest checkpoint, and leave out the batches since. Collective."""
         self._saving.settle()
-        newest = self._world.from_first(list_checkpoints(self._folder.path)[-1:] if self._world.rank == 0 else [])
-        if not newest:
+        newest = self._saving.newest_whole()
+        if newest is None:
             raise RunError(f"{problem}; there is no checkpoint to go back to (training.on_spike rollback)")
-        done = self._checkpoints.restore(newest[0])
+        done = self._checkpoints.restore(newest)
         self._loading.extend(step - done.step)
         sequences = self._first_sequence + self._loading.taken * self._config.layout.step_size
         self._done, self._back_to = replace(done, sequences=sequences), done.step

@@ -11,6 +11,7 @@ from pipeloom.checkpoint.checkpoint_folder import list_checkpoints, read_info
 from pipeloom.config import CheckpointConfig, TrainingConfig
 from pipeloom.errors import RunError, WorkerError
 from pipeloom.runs.run_reading import read_run
+from pipeloom.training.checkpoints.saving import Saving
 from pipeloom.training.health.spikes import LEAST, Spikes
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.run import train
@@ -113,6 +114,26 @@ def test_a_run_goes_back_to_its_checkpoint_and_leaves_the_batches_out(tmp_path, 
     train(quiet, quiet=True)
     assert lines(tmp_path / "quiet")[2]["loss"] == found[2]["loss"]
     assert lines(tmp_path / "quiet")[3]["loss"] != found[3]["loss"]
+
+
+def test_a_run_goes_back_behind_a_damaged_checkpoint(tmp_path, spoiled, monkeypatch):
+    config, real = config_of(tmp_path, "rollback", CONTEXT), Saving.newest_whole
+
+    def damaged_first(saving):
+        if saving._world.rank == 0:
+            file = max(list_checkpoints(config.output.folder)[-1].glob("__0_*"))
+            file.write_bytes(file.read_bytes()[:-1] + b"!")
+        saving._world.wait_for_all()
+        return real(saving)
+
+    monkeypatch.setattr(Saving, "newest_whole", damaged_first)
+    spoiled(6)  # behind the checkpoints of steps 2 and 4
+    train(config, quiet=True)
+    warnings = (config.output.folder / "warnings.txt").read_text()
+    assert "step-000004 is damaged: " in warnings
+    assert "back to step 2" in warnings
+    assert list(lines(config.output.folder)) == list(range(1, STEPS + 1))
+    assert (config.output.folder / "checkpoints" / "step-000004.damaged").is_dir()
 
 
 def test_without_a_policy_or_a_checkpoint_the_run_ends(tmp_path, spoiled):

@@ -5,14 +5,15 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
-from pipeloom.checkpoint.checkpoint_folder import Cause, list_checkpoints, step_of
+from pipeloom.checkpoint.checkpoint_folder import Cause, damage, list_checkpoints, step_of
 from pipeloom.config import RunConfig
 from pipeloom.errors import Interrupted, PeerLostError, RunError
 from pipeloom.execute.processes.signals import StopSignals
 from pipeloom.execute.processes.world import World, is_launched
-from pipeloom.runs.run_folder import CONFIG, RunFolder
+from pipeloom.runs.run_folder import CONFIG, RunFolder, put_aside
 from pipeloom.system.end_signals import STOPS
 from pipeloom.terminal.guard import print_beside
 from pipeloom.terminal.words import format_bytes, quoted
@@ -113,6 +114,19 @@ class Saving:
         late, *signals = self._world.sum([late, *self._signal_votes()])
         self._votes = [is_due, is_over + late, *signals]
         return any(vote > 0 for vote in self._votes[1:])
+
+    def newest_whole(self) -> Path | None:
+        """The newest undamaged checkpoint; newer ones are renamed, with a warning. Collective."""
+        world, is_first = self._world, self._world.rank == 0
+        for checkpoint in world.from_first(list_checkpoints(self._folder.path)[::-1] if is_first else []):
+            found = world.from_first(world.gather(damage(checkpoint, world.rank, world.size)))
+            problems = dict.fromkeys(problem for of_rank in found for problem in of_rank)
+            if not problems:
+                return checkpoint
+            if is_first:
+                self._folder.warn(f"{checkpoint.name} is damaged: {'; '.join(problems)}")
+                put_aside(checkpoint)
+        return None
 
     def after_step(self, step: int) -> None:
         """Write a checkpoint if one is due, and end the run after a signal.
