@@ -12,7 +12,14 @@ from pathlib import Path
 from re import compile as pattern
 from typing import Any
 
-from pipeloom.checkpoint.checkpoint_folder import ACTIONS, DRAFTS, FOLDER, RUN_FILE, TOKENIZER, TOKENIZER_CONFIG
+from pipeloom.checkpoint.checkpoint_folder import (
+    ACTIONS,
+    DRAFTS,
+    FOLDER,
+    RUN_FILE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+)
 from pipeloom.config import RunConfig
 from pipeloom.config.file import format_run
 from pipeloom.errors import RunError, UserError
@@ -128,6 +135,10 @@ class RunFolder:
         draft = self.path / f".{name}.part"
         try:
             draft.write_text(text, encoding="utf-8")
+            if is_needed:
+                # Without this, a file that was renamed may be empty after a loss of power.
+                with draft.open("rb") as written:
+                    os.fsync(written.fileno())
             draft.replace((self.path / DRAFTS if self.is_starting else self.path) / name)
         except OSError as error:
             with suppress(OSError):
