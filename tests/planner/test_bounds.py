@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.exchanges import stage_collectives_s, step_terms
+from pipeloom.cost.memory import message_bytes, stage_kept_bytes, stage_pending_bytes, working_bytes
 from pipeloom.cost.placed import Placed
+from pipeloom.cost.stages import stage_layers
 from pipeloom.cost.what_if import with_bandwidth, with_memory
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.passes import lower
@@ -203,8 +206,25 @@ def bounds_of(choice, costs):
     )
     placed = Placed(run, load_cluster("dgx-a100"), load_software("pipeloom"))
     bounds = Bounds(placed, Stages(placed), splits=True)
-    vars(bounds.placed)["costs"] = costs
+    vars(bounds.stages.placed)["costs"] = costs
     return bounds
+
+
+@pytest.mark.parametrize(
+    "program", ["pipeloom", "megatron-2021", "megatron-core", "fsdp", "zero-bubble", "internevo", "xla"]
+)
+@pytest.mark.parametrize("sizes", [{"dp": 4}, {"dp": 2, "pp": 2, "tp": 2}, {"pp": 4, "loops": 2, "recompute": "full"}])
+def test_how_many_microbatches_there_are_changes_nothing_of_the_stages(program, sizes):
+    run = Run(shape=load_model("gpt-6.6b"), seq=1024, micro_batch=2, global_batch=96, shard="optimizer", **sizes)
+    cluster, software = load_cluster("dgx-a100"), load_software(program)
+    placed = Placed(replace(run, layers_by_stage=stage_layers(run, software)[0]), cluster, software)
+    one, many = (Placed(each, cluster, software) for each in (placed.run.of_stages, placed.run))
+    assert (one.run.num_microbatches, many.run.num_microbatches) == (1, 48 // run.dp)
+    assert (one.costs, one.recompute_s) == (many.costs, many.recompute_s)
+    assert stage_collectives_s(one) == stage_collectives_s(many)
+    assert step_terms(one, 1.0) == step_terms(many, 1.0)
+    for held in (stage_kept_bytes, stage_pending_bytes, working_bytes, message_bytes):
+        assert held(one.run, software) == held(many.run, software)
 
 
 @settings(max_examples=150, deadline=None)

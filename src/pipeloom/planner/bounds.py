@@ -37,10 +37,12 @@ class Bounds(OfPlaced):
         placed: a run with its stages; its sharding is ignored.
         stages: its stages.
         splits: whether schedules split backwards; then no other rank waits for weight gradients.
+        headroom: fraction of the memory of every device that stays free.
     """
 
     stages: Stages
     splits: bool = False
+    headroom: float = 0.0
 
     @property
     def least_step_s(self) -> float:
@@ -54,7 +56,7 @@ class Bounds(OfPlaced):
         """The bounds with a sharding level, in ``replicate`` copies."""
         key = shard, replicate
         if key not in self._sharded:
-            stages = self.stages.sharded(self.run.changed(shard=shard, replicate=replicate))
+            stages = self.stages.sharded(self.stages.run.changed(shard=shard, replicate=replicate))
             self._sharded[key] = Sharded(stages.placed, stages, self)
         return self._sharded[key]
 
@@ -71,16 +73,16 @@ class Bounds(OfPlaced):
     @cached_property
     def _recomputing(self) -> tuple[Floats, Floats]:
         """For each rank the end of its work, and the seconds of a step for each layer that it recomputes."""
-        return self.work[0].end_s(), np.array(self.placed.recompute_s) * self.run.num_microbatches
+        return self.work[0].end_s(), np.array(self.stages.placed.recompute_s) * self.run.num_microbatches
 
     @cached_property
     def _sharded(self) -> "dict[tuple[Shard, int], Sharded]":
         return {}
 
-    @property
+    @cached_property
     def capacity_bytes(self) -> Floats:
         """For each rank the memory of one device without the headroom."""
-        return self.stages.capacity_bytes
+        return self.stages.device_bytes * (1 - self.headroom)
 
     def missing_bytes(self, held_bytes: Floats) -> float:
         """The most bytes that a rank's device lacks; negative if all fit."""
@@ -93,8 +95,9 @@ class Bounds(OfPlaced):
 
     @cached_property
     def _times(self) -> "StageTimes":
-        costs, stages = self.placed.costs, range(self.placed.placement.num_stages)
-        crosses = np.array([0.0, *(a != b for a, b in pairwise(self.placed.placement.rank_by_stage))])
+        costs, placement = self.stages.placed.costs, self.stages.placed.placement
+        stages = range(placement.num_stages)
+        crosses = np.array([0.0, *(a != b for a, b in pairwise(placement.rank_by_stage))])
         # No gradient passes them back; a bound may leave out the way there, too.
         crosses[1 : self.stages.num_frozen + 1] = 0.0
         hops_s = np.cumsum(crosses) * costs.transfer_s
@@ -368,7 +371,8 @@ class Sharded(OfPlaced):
     @cached_property
     def _seconds(self) -> Floats:
         """[kind, stage] seconds of compute actions, gathers and reductions."""
-        costs, stages = self.bounds.placed.costs, range(self.bounds.placed.placement.num_stages)
+        placed = self.bounds.stages.placed
+        costs, stages = placed.costs, range(placed.placement.num_stages)
         forward_s, backward_s = np.array(costs.forward_s), np.array(costs.backward_s)
         weights_s = np.array([costs.half_s(stage) for stage in stages])
         found = {
@@ -417,7 +421,7 @@ class Sharded(OfPlaced):
         """[schedule, rank] lower bounds of the layers that must be recomputed to fit a device."""
         layers, each, more = self.stages.stages.layer_bytes
         held = self.held_bytes(in_flight.inputs, self.recomputing_room)
-        room = self.stages.stages.capacity_bytes
+        room = self.bounds.capacity_bytes
         missing = np.where(held > room, (held + more - room) / each, 0.0)
         if not missing.any():
             return missing

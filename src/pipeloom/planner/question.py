@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeloom.cost.flops import shape_model_flops
 from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError
 from pipeloom.families import FAMILIES, ends_forwards_first, installed
@@ -107,6 +108,7 @@ class Question:
         by_document: whether attention ends at the borders of documents.
         update: when weights are updated, and of which gradient the norm is limited.
         left_out: what does not work with other settings of the run.
+        stages: cache of the stages of layouts, for changed questions, too.
     """
 
     shape: ModelShape
@@ -131,6 +133,7 @@ class Question:
     by_document: bool = False
     update: Update = field(default_factory=Update)
     left_out: LeftOut = field(default_factory=LeftOut)
+    stages: dict[Placed, Stages] = field(default_factory=dict[Placed, Stages], compare=False)
 
     def __repr__(self) -> str:
         """Model, cluster and sizes."""
@@ -142,11 +145,6 @@ class Question:
     @cached_property
     def bounds(self) -> dict[tuple[Run, Cluster, bool], Bounds]:
         """Cache of the bounds of its layouts by (run, cluster, whether backwards are split)."""
-        return {}
-
-    @cached_property
-    def stages(self) -> dict[tuple[Run, Cluster], Stages]:
-        """Cache of the stages of its layouts by (run, cluster)."""
         return {}
 
     def __post_init__(self) -> None:

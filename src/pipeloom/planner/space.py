@@ -224,12 +224,9 @@ class Cut(OfPlaced):
         splits, question = self.arrangement.splits, self.arrangement.question
         known, key = question.bounds, (run, self.cluster, splits)
         if key not in known:
-            # Schedules with whole and with split backwards have the same stages.
-            place = run, self.cluster
-            if place not in question.stages:
-                question.stages[place] = Stages(self.placed.of(run), question.headroom)
-            stages = question.stages[place]
-            known[key] = Bounds(stages.placed, stages, splits)
+            placed, alike = self.placed.of(run), self.placed.of(run.of_stages)
+            stages = question.stages.setdefault(alike, Stages(alike))
+            known[key] = Bounds(placed, stages, splits, question.headroom)
         return known[key]
 
     @cached_property

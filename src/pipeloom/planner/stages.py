@@ -32,11 +32,8 @@ class Stages(OfPlaced):
     """The stages of a run with any sharding.
 
     Attributes:
-        placed: a run with its stages; its sharding is ignored.
-        headroom: fraction of the memory of every device that stays free.
+        placed: a run with its stages and one micro-batch (``Run.of_stages``); its sharding is ignored.
     """
-
-    headroom: float = 0.0
 
     def sharded(self, run: Run) -> "ShardedStages":
         """The stages of a run that differs in its sharding alone."""
@@ -64,9 +61,9 @@ class Stages(OfPlaced):
         return max(self.placed.costs.backward_s)
 
     @cached_property
-    def capacity_bytes(self) -> Floats:
-        """For each rank the memory of one device without the headroom."""
-        return np.array(self.placed.device_bytes) * (1 - self.headroom)
+    def device_bytes(self) -> Floats:
+        """For each rank the memory of one device."""
+        return np.array(self.placed.device_bytes)
 
     @cached_property
     def kept_bytes(self) -> Floats:

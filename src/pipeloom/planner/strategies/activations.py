@@ -70,7 +70,7 @@ def _estimate_s(leaf: Leaf) -> float:
     if leaf.strategy == "keep":
         # Moves overlap with compute; recomputation does not.
         return max(sharded.step_s, float((bounds.work[0].end_s() + more_s).max()) + sharded.after_s)
-    made_s = (held * np.array(leaf.cut.time.placed.costs.forward_s)[bounds.stages.by_rank]).sum(axis=1)
+    made_s = (held * np.array(leaf.cut.time.stages.placed.costs.forward_s)[bounds.stages.by_rank]).sum(axis=1)
     # The moves before a rank's peak may take longer than the forwards up to the peak.
     late_s = float(np.maximum(share * (held * each_s).sum(axis=1) - made_s, 0.0).max())
     return max(sharded.step_s, float(more_s.max())) + late_s
@@ -103,7 +103,7 @@ def _cost_s(leaf: Leaf) -> Floats:
     """For each stage the seconds that the strategy takes for a micro-batch."""
     cut = leaf.cut
     if leaf.strategy == "keep":
-        return np.array(cut.time.placed.costs.forward_s)
+        return np.array(cut.time.stages.placed.costs.forward_s)
     assert leaf.stage_inputs is not None
     sizes = kept_by_stage(cut.run, cut.software)
     if leaf.strategy == "offload":
