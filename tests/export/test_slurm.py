@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from clusters import mixed
-from launch_runs import CLUSTER, SCONTROL, SRUN, reasons_of, run_of, written_for
+from launch_runs import CLUSTER, SCANCEL, SCONTROL, SRUN, reasons_of, run_of, written_for
 
 from pipeloom.catalog import load_cluster
 from pipeloom.export import hand_over
@@ -22,7 +22,7 @@ exit "${PROBE_STATUS:-0}"
 def played(tmp_path):
     """A folder with the script, and with programs that only note how they were called."""
     written = written_for("slurm", tmp_path, layout={"dp": 2}, training={"device": "cuda"})
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("probe.sh", PROBE)):
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("scancel", SCANCEL), ("probe.sh", PROBE)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     (tmp_path / "calls").touch()
@@ -55,7 +55,7 @@ def test_the_script_names_none_that_may_not_be_in_its_folder(tmp_path):
 
 def test_the_job_asks_for_whole_nodes_and_one_task_on_each(tmp_path, played):
     options = [line for line in (tmp_path / "pipeloom.sbatch").read_text().splitlines() if line.startswith("#SBATCH")]
-    for option in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=4", "--time=24:00:00", "--requeue"):
+    for option in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=4", "--time=24:00:00", "--mem=0", "--requeue"):
         assert f"#SBATCH {option}" in options
     assert "#SBATCH --signal=B:USR1@120" in options
     assert played[0].notes.differs == ()
@@ -170,6 +170,8 @@ def test_a_run_that_is_stopped_before_the_time_limit_is_queued_again(tmp_path, p
             time.sleep(0.02)
         job.send_signal(signal.SIGUSR1)
         job.wait(timeout=20)
+        assert not (tmp_path / "killed").exists()
+        assert calls(tmp_path, "scancel") == ["scancel --signal=TERM 20123"]
         assert calls(tmp_path, "scontrol requeue") == ["scontrol requeue 20123"]
         assert job.returncode != 0
     finally:

@@ -11,8 +11,12 @@ from pipeloom.export import hand_over
 
 SRUN = """#!/bin/bash
 echo "srun $*" >>"$PLAYED/calls"
+echo $$ >"$PLAYED/step"
+# As the real one, which passes no SIGTERM on but ends its step at once.
+trap 'touch "$PLAYED/killed"; exit 137' TERM
+trap 'exit 143' USR2
 while [[ $1 == --* ]]; do shift; done
-for node in 1 0; do SLURM_NODEID=$node "$@" || exit $?; done
+for node in 1 0; do SLURM_NODEID=$node "$@" & wait $! || exit $?; done
 """
 """Slurm's program, which starts the command for each of two nodes."""
 SCONTROL = """#!/bin/bash
@@ -20,6 +24,11 @@ echo "scontrol $*" >>"$PLAYED/calls"
 if [[ $1 == show ]]; then printf 'node-07\\nnode-11\\n'; fi
 """
 """Slurm's program, which only notes how it was called."""
+SCANCEL = """#!/bin/bash
+echo "scancel $*" >>"$PLAYED/calls"
+kill -USR2 "$(cat "$PLAYED/step")"
+"""
+"""Slurm's program, which signals the tasks of the step and not its ``srun``."""
 CLUSTER = replace(load_cluster("laptop"), name="small", devices_per_node=4)
 
 

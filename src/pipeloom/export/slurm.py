@@ -35,12 +35,13 @@ def _make(job: Job) -> Draft:
         "--ntasks-per-node=1",
         *([f"--gpus-per-node={job.processes_per_node}"] if job.takes_gpus else []),
         "--exclusive",
+        "--mem=0",  # all of a node's memory: --exclusive gives its cores and devices alone
         f"--time={job.site.time_limit}",
         "--output=slurm-%j.out",
         # A requeued job has the same number and output file, which must not be truncated.
         "--open-mode=append",
         "--requeue",
-        # B: to the batch script, which sends SIGTERM to the step; without B, Slurm signals only the steps.
+        # B: to the batch script, which sends SIGTERM to the step; without B, Slurm would send this signal to the steps.
         f"--signal=B:USR1@{before_limit_s}",
     ]
     about = [

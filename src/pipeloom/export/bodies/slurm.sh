@@ -35,7 +35,8 @@ srun --label --kill-on-bad-exit=1 --cpu-bind=none \
   bash -c 'NODE_RANK="$SLURM_NODEID" exec bash "$0" "$@"' "$script" "$@" &
 step=$!
 is_late=0
-trap 'is_late=1; kill -TERM "$step" 2>/dev/null || true' USR1 # Slurm sends it before the time limit
+# Slurm sends USR1 before the time limit. srun does not pass SIGTERM on: it would end the step with SIGKILL.
+trap 'is_late=1; scancel --signal=TERM "$SLURM_JOB_ID" || true' USR1 # to the step alone, not to this script
 status=0
 wait "$step" || status=$?
 if ((is_late)); then
