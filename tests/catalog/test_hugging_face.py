@@ -254,6 +254,7 @@ GEMMA2_2B = {  # google/gemma-2-2b
     "rms_norm_eps": 1e-06,
     "rope_theta": 10000.0,
     "sliding_window": 4096,
+    "sliding_window_size": 4096,  # as in the folders of 9B and 27B
     "torch_dtype": "float32",
     "transformers_version": "4.42.4",
     "use_cache": True,

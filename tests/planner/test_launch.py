@@ -1,6 +1,7 @@
 """Plans for other programs: every layout of the answer is one that the program's export accepts."""
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 
@@ -137,3 +138,16 @@ def test_a_question_takes_a_code_for_messages_that_other_programs_do_not_have():
     assert plan(question, count=1, explains=False).best.run.boundary == "int8"
     with pytest.raises(ConfigError, match="layout.boundary needs the training program pipeloom"):
         make_question("gpt-6.6b", "dgx-a100", **sizes, boundary="int8", launcher="megatron")
+
+
+def test_layers_that_another_program_recomputes_are_the_first_ones_of_stages_of_any_size():
+    """The table has its partition from the seconds of each layer, after the recomputed layers were chosen."""
+    shape = replace(load_model("llama-3-8b"), layers=28, hidden=3072, heads=24, ffn=8192, tied=True, name="tied")
+    question = make_question(shape, "rtx-4090", num_devices=4, global_batch=64, seq=4096, launcher="megatron")
+    steps = plan(question, explains=False).steps
+    some = [step.run for step in steps if {"none", "full"} <= set(step.run.recompute_kinds)]
+    assert len(some) > 3
+    for run in some:
+        ends = [*accumulate(run.layers_by_stage)]
+        stages = [run.recompute_layers[end - size : end] for end, size in zip(ends, run.layers_by_stage, strict=True)]
+        assert first_layers_recomputed(stages) is not None, run.layers_by_stage

@@ -104,6 +104,7 @@ def test_missing_memory_is_reported_in_bytes_with_ways_out(ask):
     plan = make_plan(ask(cluster=short))
     assert plan.best is None
     assert plan.closest.missing_bytes == plan.closest.least_bytes - 1.65e9 > 0
+    assert plan.closest.room_bytes == 1.65e9
     assert plan.closest.ways_out
     for what, step in plan.closest.ways_out:
         assert step.prediction.fits

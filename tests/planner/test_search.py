@@ -10,9 +10,10 @@ from thinned import thinned
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.planner import search as search_module
-from pipeloom.planner.question import Limits
+from pipeloom.planner.question import Limits, why_not
 from pipeloom.planner.search import Search, search
 from pipeloom.planner.space import arrangements
+from pipeloom.workload.axes import Axes
 
 searched = cache(search)
 """Several tests look at one answer."""
@@ -144,6 +145,11 @@ def test_why_axes_are_no_layout(ask):
         "the pipeline has more ranks than there are layers",
         "the batch is not a multiple of dp",
     }
+
+
+def test_heads_of_keys_and_values_have_a_reason_of_their_own(ask):
+    question = ask(shape=load_model("llama-3-8b"), num_devices=16, global_batch=16)
+    assert why_not(question, Axes(tp=16, cp=1, dp=1, pp=1)) == "the number of key-value heads is not a multiple of tp"
 
 
 def test_the_number_of_layouts_is_what_the_tree_has(ask):

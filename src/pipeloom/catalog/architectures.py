@@ -292,7 +292,12 @@ def _gemma(family: str, name: str, fixed: Mapping[str, Fixed], used: str) -> Arc
 
 ARCHITECTURES.add(
     "gemma2",
-    replace(_gemma("gemma2", "Gemma2ForCausalLM", {}, "attn_logit_softcapping"), attn_softcap=50.0, logit_softcap=30.0),
+    replace(
+        gemma2 := _gemma("gemma2", "Gemma2ForCausalLM", {}, "attn_logit_softcapping"),
+        attn_softcap=50.0,
+        logit_softcap=30.0,
+        unused=gemma2.unused | {"sliding_window_size"},  # which the published folders have beside sliding_window
+    ),
 )
 _UNCAPPED = Fixed((None,), "as this architecture bounds no attention scores", None)
 ARCHITECTURES.add(

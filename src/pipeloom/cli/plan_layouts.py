@@ -213,7 +213,7 @@ def closest_words(plan: Plan, near: Closest) -> str:
         f": the layout that needs least ({run.axes.words()}, micro-batches of {run.micro_batch}, "
         f"{stages}{_SHARDED[near.leaf.sharding.levels[-1]]} sharded, "
         f"{_RECOMPUTED[near.leaf.cut.arrangement.recomputed]} recomputed) needs "
-        f"{short(near.least_bytes / unit)} {name} of {short((near.least_bytes - near.missing_bytes) / unit)}"
+        f"{short(near.least_bytes / unit)} {name} of {short(near.room_bytes / unit)}"
         f"{_less_headroom(question)}: {lacks}"
     )
 

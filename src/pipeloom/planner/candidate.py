@@ -271,7 +271,14 @@ def repartitioned(candidate: Candidate) -> Candidate | None:
     if run.has_equal_layers or run.layers_by_stage is None or run.num_stages == 1:
         return None
     again = candidate.of(candidate.placed.with_fastest_layers().run)
-    return again if again.run.layers_by_stage != run.layers_by_stage and again.fits else None
+    if again.run.layers_by_stage == run.layers_by_stage:
+        return None
+    if run.recompute_layers is not None and not candidate.leaf.cut.arrangement.question.launcher.is_own:
+        kinds = _first_of_every_stage(run.recompute_layers, again.placed.layers)
+        if "none" not in kinds:  # another leaf
+            return None
+        again = again.of(replace(again.run, recompute_layers=kinds))
+    return again if again.fits else None
 
 
 def _saved_bytes(candidate: Candidate) -> list[float]:

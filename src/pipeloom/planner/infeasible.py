@@ -25,6 +25,7 @@ class Closest:
     Attributes:
         leaf: the layout, with a single sharding level.
         least_bytes: lower bound of the memory of its fullest device, the one with the least free memory.
+        room_bytes: of the device, without the headroom.
         missing_bytes: bytes of it that the device lacks; 0 if the bound fits but no schedule does.
         sequence_bytes: bytes of it that shorter sequences would not need (compared with sequences of one token).
         ways_out: (change of the question with which something fits, best step).
@@ -32,6 +33,7 @@ class Closest:
 
     leaf: Leaf
     least_bytes: float
+    room_bytes: float
     missing_bytes: float
     sequence_bytes: float
     ways_out: list[tuple[str, SimulatedStep]] = field(default_factory=list)
@@ -62,6 +64,7 @@ def closest(question: Question) -> Closest:
     return Closest(
         leaf=leaf,
         least_bytes=float(held[fullest]),
+        room_bytes=float(rooms[fullest]),
         missing_bytes=max(0.0, float(held[fullest] - rooms[fullest])),
         sequence_bytes=float(held[fullest] - rest),
     )
@@ -129,7 +132,7 @@ def _held_bytes(leaf: Leaf) -> Floats:
 
 
 def _without_headroom(question: Question, near: Closest) -> tuple[str, SimulatedStep] | None:
-    room = near.least_bytes - near.missing_bytes
+    room = near.room_bytes
     if question.headroom == 0 or near.least_bytes > room / (1 - question.headroom):
         return None
     step = search(replace(question, headroom=0.0), 1).best

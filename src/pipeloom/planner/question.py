@@ -440,8 +440,10 @@ def why_not(question: Question, sizes: Axes) -> str | None:
     shape, (tp, cp, dp, pp) = question.shape, sizes
     if tp > 1 and (wholes := question.undivided):
         return f"{wholes[0]}, which tp divides"
-    if shape.heads % tp or shape.kv_heads % tp:
+    if shape.heads % tp:
         return "the number of heads is not a multiple of tp"
+    if shape.kv_heads % tp:
+        return "the number of key-value heads is not a multiple of tp"
     if tp > 1 and question.seq % tp:
         return "the tokens of a sequence are not a multiple of tp"
     if problems := question.axis_problems(replace(question.run, **sizes._asdict(), sequence_parallel=tp > 1)):
