@@ -101,6 +101,12 @@ def test_exchanges_beside_products_are_named_where_the_prediction_has_them(tmp_p
     assert "\n  --tp-comm-overlap" not in written.files[0].read_text()
 
 
+@pytest.mark.parametrize(("vocab", "tp", "part"), [(151936, 1, 151936), (151936, 2, 75968), (513, 2, 1)])
+def test_the_vocabulary_is_the_planned_one_whatever_the_tokenizer_has(tmp_path, vocab, tp, part):
+    found = command(tmp_path, model={"vocab_size": vocab}, layout={"tp": tp})
+    assert value(found, "make-vocab-size-divisible-by") == str(part)
+
+
 def test_no_mask_of_the_square_of_a_sequence_is_made(tmp_path):
     assert "--no-create-attention-mask-in-dataloader" in command(tmp_path, data={"seq_len": 131_072})
 

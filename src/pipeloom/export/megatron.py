@@ -207,6 +207,12 @@ def _from_the_user(job: Job) -> list[str]:
     return lines
 
 
+def _vocabulary_part(job: Job) -> int:
+    """Rows of the embedding on each tensor-parallel rank; 1 if the ranks do not divide them."""
+    rows, rest = divmod(job.model.vocab_size or 0, job.config.layout.tp)
+    return 1 if rest else max(1, rows)
+
+
 def _model(job: Job) -> list[Flag]:
     model, seq_len = job.model, job.config.data.seq_len
     flags = [
@@ -219,8 +225,9 @@ def _model(job: Job) -> list[Flag]:
         # Transformer Engine's causal attention, with a window too, reads no mask; one for each micro-batch would have
         # the square of the sequence in bytes.
         flag("--no-create-attention-mask-in-dataloader"),
-        # The default of 128 would pad the vocabulary.
-        flag("--make-vocab-size-divisible-by", 1),
+        # Megatron-LM takes the tokenizer's number of tokens, often fewer than the model's, and pads it to a multiple of
+        # this and tp: to the model's.
+        flag("--make-vocab-size-divisible-by", _vocabulary_part(job)),
         flag(_FLAGS["model.norm_eps"], model.known_norm_eps),
         # The defaults are 0.1.
         flag("--attention-dropout", 0.0),
