@@ -278,3 +278,28 @@ def test_training_needs_both(of_plugins):
         parse_config(train.COMMAND, [str(of_plugins / "config.toml")])
     assert "there is no optimizer 'lion'" in str(refused.value)
     assert "there is no schedule 'eager'" in str(refused.value)
+
+
+def refusals(*words):
+    with pytest.raises(ConfigError) as error:
+        parse_config(simulate.COMMAND, list(words))
+    return list(error.value.problems)
+
+
+def test_a_given_size_that_is_a_default_is_refused_where_the_preset_has_another(tmp_path):
+    wrong = "model.num_layers must be 32, as in model.preset llama-3-8b, found 8; leave model.num_layers out"
+    cluster = ("--machine.cluster", "dgx-h100")
+    assert refusals("--model.preset", "llama-3-8b", "--model.num-layers", "8", *cluster) == [wrong]
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\npreset = "llama-3-8b"\nnum_layers = 8\n', encoding="utf-8")
+    assert refusals(str(file), *cluster) == [wrong]
+    for settings in ({"model": {"preset": "llama-3-8b", "num_layers": 8}}, {}):
+        with pytest.raises(ConfigError) as error:
+            load_run(None if settings else file, **settings)
+        assert list(error.value.problems) == [wrong]
+
+
+def test_a_given_size_may_be_that_of_the_preset_or_none():
+    words = ("--model.preset", "llama-3-8b", "--model.num-layers", "32", "--model.head-size", "None")
+    found = parse_config(simulate.COMMAND, [*words, "--machine.cluster", "dgx-h100"])
+    assert found.model.num_layers == 32

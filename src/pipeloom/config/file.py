@@ -4,10 +4,11 @@ import copy
 import json
 import re
 import textwrap
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from pipeloom.config import RunConfig, to_dict, unset, usual_values
 from pipeloom.config.paths import table_of, with_absolute_paths
@@ -25,18 +26,42 @@ RETIRED = {
 """Removed settings -> what to use instead."""
 
 
+class RunFile(NamedTuple):
+    """What a run file has.
+
+    Attributes:
+        config: with defaults in place of wrong settings.
+        problems: a sentence for each.
+        given: names of the settings that the file contains, such as ``model.num_layers``.
+    """
+
+    config: RunConfig
+    problems: list[str]
+    given: frozenset[str]
+
+
+def given_in(tree: Mapping[str, Any]) -> frozenset[str]:
+    """Names of the settings in nested dictionaries."""
+    return frozenset(
+        f"{section}.{key}" for section, values in tree.items() if isinstance(values, Mapping) for key in values
+    )
+
+
 def read_run_file(path: Path, default: RunConfig | None = None) -> tuple[RunConfig, list[str]]:
+    """The configuration and the problems of ``open_run_file``."""
+    found = open_run_file(path, default)
+    return found.config, found.problems
+
+
+def open_run_file(path: Path, default: RunConfig | None = None) -> RunFile:
     """Read a run file. Its relative paths are relative to its folder.
 
     Args:
         path: a TOML file with the sections and keys of ``RunConfig``.
         default: values of settings that the file does not contain; without relative paths.
 
-    Returns:
-        The configuration, with defaults in place of wrong settings, and its problems, a sentence for each.
-
     Raises:
-        UserError: the file cannot be read, or is not TOML.
+        UserError: it cannot be read, or is not TOML.
     """
     if path.is_dir():
         files = sorted(path.glob("*.toml"))
@@ -44,8 +69,9 @@ def read_run_file(path: Path, default: RunConfig | None = None) -> tuple[RunConf
             f"cannot read the configuration {path}: expected a run file, found a folder"
             + (f"; did you mean '{files[0]}'?" if files else " without one")
         )
-    config, problems = parse_run(parse_toml(read_text(path, "the configuration"), path), default)
-    return with_absolute_paths(config, path.parent), problems
+    tree = parse_toml(read_text(path, "the configuration"), path)
+    config, problems = parse_run(tree, default)
+    return RunFile(with_absolute_paths(config, path.parent), problems, given_in(tree))
 
 
 def parse_run(tree: dict[str, Any], default: RunConfig | None = None) -> tuple[RunConfig, list[str]]:
