@@ -86,7 +86,7 @@ def test_a_folder_without_checksums_is_read_and_damaged_checksums_are_refused(
     tmp_path: Path, config: DataConfig
 ) -> None:
     tokenize_text(config, tmp_path / "tokens", 1, is_quiet=True)
-    config = replace(config, path=tmp_path / "tokens")
+    config = replace(config, path=tmp_path / "tokens", cache=None)
     sums = tmp_path / "tokens" / "tokens.bin.crc32.npy"
     for content in (b"", sums.read_bytes()[:-5]):
         sums.write_bytes(content)

@@ -165,6 +165,7 @@ DATA: list[Row] = [
     (f"{_SMALL} --data.path indexed.bin --data.tokenizer bpe", {}, "data.tokenizer bpe is trained on text"),
     (f"{_SMALL} --data.path indexed.bin --data.field body", {}, "data.field has no effect"),
     (f"{_SMALL} --data.path tokens --data.tokenizer tokenizer", {}, "has tokens of another tokenizer"),
+    (f"{_SMALL} --data.path tokens --data.tokenizer bpe", {}, "data.tokenizer bpe is trained on text"),
     (
         f"{_SMALL} --data.path tokens --data.validation-fraction 0.2",
         {},
@@ -194,7 +195,7 @@ DATA: list[Row] = [
     (f"{_SMALL} --data.path tokens", {"tokens/summary.json": keys(file="/etc/passwd")}, "elsewhere, in /etc/passwd"),
     (
         f"{_SMALL} --data.path tokens",
-        {"tokens/tokens.bin": lambda content: b"\xff" * len(content)},
+        {"tokens/tokens.bin": lambda content: b"\xff" * len(content), "tokens/tokens.bin.crc32.npy": None},
         "the text has the token 65535, the model's vocabulary 0..256; tokenize the text again",
     ),
     (f"{_SMALL} --data.path tokens", {"tokens/tokens.idx": None}, "tokens.idx"),
