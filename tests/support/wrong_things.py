@@ -472,10 +472,16 @@ OPTIMIZERS: list[Row] = [
     (f"{_SMALL} --optimizer.name adafactor --optimizer.betas 0.9 0.99", {}, "optimizer.betas has no effect"),
     (f"{_SMALL} --optimizer.name adafactor --optimizer.settings depth=1", {}, "optimizer.settings depth=1 has no"),
     (
-        f"{_SMALL} --optimizer.weight-decay 0 --optimizer.settings weight_decay=1 weight_decay=2",
+        f"{_SMALL} --optimizer.weight-decay 0 --optimizer.settings weight_decay=-1 betas=3",
         {},
-        "optimizer.weight_decay and optimizer.settings weight_decay=1 and; leave all but one of them out",
+        "settings weight_decay=-1 has a key of its own; use optimizer.weight_decay; use optimizer.betas",
     ),
+    (
+        f"{_SMALL} --optimizer.name adafactor --optimizer.settings clip=1 clip=2",
+        {},
+        "settings clip=1 and optimizer.settings clip=2 set the same; leave all but one of them out",
+    ),
+    (f"{_SMALL} --optimizer.settings eps=1e999", {}, "with finite numbers, found 'eps=1e999'"),
     (f"{_SMALL} --optimizer.lr-decay-style exponential", {}, "optimizer.lr-decay-style"),
     (
         f"{_SMALL} --optimizer.lr-decay-style constant --optimizer.lr-min-fraction 0.2",

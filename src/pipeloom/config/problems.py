@@ -290,9 +290,9 @@ def optimizer_problems(config: RunConfig) -> Problems:
     if optimizer.name not in OPTIMIZERS:
         yield f"optimizer.name: {OPTIMIZERS.unknown(optimizer.name)}"
         return
-    wrong = [text for text in optimizer.settings if not re.fullmatch(r"\w+=[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", text)]
-    if wrong:
-        yield f"optimizer.settings must be texts such as name=0.5, found {' '.join(map(repr, wrong))}"
+    if wrong := [text for text in optimizer.settings if not _is_setting(text)]:
+        found = " ".join(map(repr, wrong))
+        yield f"optimizer.settings must be texts such as name=0.5, with finite numbers, found {found}"
         return
     if optimizer.clip == "stage" and math.isinf(optimizer.known_clip_grad_norm):
         yield "optimizer.clip stage clips nothing with optimizer.clip_grad_norm inf; leave one of them out"
@@ -301,8 +301,17 @@ def optimizer_problems(config: RunConfig) -> Problems:
         if name not in taken:
             whose = f"optimizer.name {optimizer.name}, which takes {', '.join(taken)}"
             yield f"{keys[name][0]} has no effect with {whose}; leave it out"
+        elif name in SHARED:
+            # The limits of a key are not those of a text.
+            yield from (f"{text} has a key of its own; use optimizer.{name}" for text in keys[name] if "=" in text)
         elif len(keys[name]) > 1:
             yield f"{' and '.join(keys[name])} set the same; leave all but one of them out"
+
+
+def _is_setting(text: str) -> bool:
+    """Whether a text is a name and a finite number."""
+    found = re.fullmatch(r"\w+=([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)", text)
+    return found is not None and math.isfinite(float(found[1]))
 
 
 def _keys_of(optimizer: OptimizerConfig) -> dict[str, list[str]]:
