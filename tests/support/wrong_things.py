@@ -420,7 +420,7 @@ ADAPTED: list[Row] = [
     (f"{_NEOX} --schedule.device-budget 1MB --layout.loops 2", {}, "schedule.device_budget does not work"),
     (f"{_NEOX} --training.compile --training.compile-backend aot_eager", {}, "training.compile does not work"),
     (f"{_NEOX} --training.freeze-layers 1", {}, "training.freeze_layers 1 does not work"),
-    (f"{_NEOX} --model.rope-theta 5", {}, "model.rope_theta must be unset"),
+    (f"{_NEOX} --model.rope-theta 5", {}, "model.rope_theta has no effect"),
     (f"{_NEOX} --data.seq-len 65", {}, "max_position_embeddings must be at least 65"),
     (_NEOX, {"neox/config.json": keys(auto_map={"AutoModel": "x.Y"})}, "code of a folder is never executed"),
     (_NEOX, {"neox/config.json": keys(quantization_config={})}, "quantized weights are not trained"),

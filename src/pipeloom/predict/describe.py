@@ -1,6 +1,6 @@
 """Conversion of a run's configuration to the input of the cost model: run, cluster, training program."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from pipeloom.predict.recipes import with_recipe
 from pipeloom.predict.stage_swaps import with_alike_stages
 from pipeloom.workload.dtypes import Dtype, Precision, precision_of, products_of
 from pipeloom.workload.layout import ONE_RANK
-from pipeloom.workload.model import NO_FORMULAS, shape_of
+from pipeloom.workload.model import NO_FORMULAS, OF_ADAPTED, shape_of
 from pipeloom.workload.optimizers import OPTIMIZERS
 from pipeloom.workload.run import Run
 
@@ -64,16 +64,25 @@ def with_model_sizes(config: _Config, given: Collection[str] = ()) -> tuple[_Con
         source = "model.preset" if model.preset else "model.file"
         source = "checkpoint.init" if model.preset is None and model.file == config.checkpoint.init else source
         source += f" {name}"
+    return replace(config, model=sized), [*problems, *_other_sizes(model, sized, given, source)]
+
+
+def _other_sizes(model: ModelConfig, sized: ModelConfig, given: Collection[str], source: str) -> Iterator[str]:
+    """A sentence for each setting of a model that is set otherwise than its source sets it."""
     usual = sized.usual_values
     for item in fields(ModelConfig):
-        found, size = getattr(model, item.name), getattr(sized, item.name)
+        name, found, size = f"model.{item.name}", getattr(model, item.name), getattr(sized, item.name)
         size = usual.get(item.name) if size is None else size
         # None stands for what the file has, as in flags over a run file.
-        is_unset = found == item.default and (found is None or f"model.{item.name}" not in given)
-        if found != size and not is_unset:
-            wanted = f"must be {'unset' if size is None else size}, as in {source}"
-            problems.append(f"model.{item.name} {wanted}, found {found}; leave model.{item.name} out")
-    return replace(config, model=sized), problems
+        if found == item.default and (found is None or name not in given):
+            continue
+        is_read = sized.adapted is None or item.name in OF_ADAPTED
+        # Other values than the default may be those of a checkpoint, whose run file has them.
+        if not is_read and (found != size or found == item.default):
+            yield f"{name} has no effect on a model that classes of transformers compute, of {source}; leave it out"
+        elif found != size:
+            wanted = "unset" if size is None else size
+            yield f"{name} must be {wanted}, as in {source}, found {found}; leave {name} out"
 
 
 def pretrained_run(folder: Path, known: _Config) -> _Config:
