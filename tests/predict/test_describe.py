@@ -88,10 +88,10 @@ def test_a_size_that_a_model_of_transformers_does_not_read_is_named(tmp_path):
     for heads in (4, 6):  # another one, and pipeloom's own default
         wrong = replace(config, model=replace(config.model, num_heads=heads, num_layers=8))
         _, problems = with_model_sizes(wrong, ["model.num_heads", "model.num_layers"])
+        source = f"model.file {config.model.file}"
         assert problems == [
-            f"model.num_layers must be 32, as in model.file {config.model.file}, found 8; leave model.num_layers out",
-            "model.num_heads has no effect on a model that classes of transformers compute, "
-            + f"of model.file {config.model.file}; leave it out",
+            f"model.num_layers must be 32, as in {source}, found 8; leave model.num_layers out",
+            f"model.num_heads has no effect on a model that classes of transformers compute, of {source}; leave it out",
         ]
 
 
