@@ -335,6 +335,21 @@ CHECKPOINTS: list[Row] = [
     (f"{_SMALL} --checkpoint.resume run --data.tokenizer tokenizer", {}, "tokenizer"),
     (f"{_SMALL} --output.folder run", {}, "contains a run already"),
     (f"{_SMALL} --checkpoint.keep-every 2", {}, "checkpoint.keep_every has no effect without checkpoint.keep"),
+    (
+        f"{_SMALL} --checkpoint.every-s 0 --checkpoint.keep 3 --checkpoint.keep-every 2 --checkpoint.no-background",
+        {},
+        "checkpoint.keep, checkpoint.keep_every, checkpoint.background have no effect without checkpoint.every or",
+    ),
+    (
+        f"{_SMALL} --checkpoint.every-s 0 --training.on-spike rollback",
+        {},
+        "checkpoint.every and checkpoint.every_s plan none; set one of them, or use skip",
+    ),
+    (
+        f"{_SMALL} --restart.times 1 --restart.layout plan",
+        {},
+        "restart.layout has no effect without a layout of at least 2 ranks",
+    ),
     (f"{_SMALL} --checkpoint.time-limit-s 0", {}, "checkpoint.time_limit_s must be above 0"),
     (f"{_SMALL} --training.seed {2**63}", {}, "training.seed must be at most 9,223,372,036,854,775,807"),
     (f"{_SMALL} --training.seed {-(2**63) - 1}", {}, "training.seed must be at least -9,223,372,036,854,775,808"),
