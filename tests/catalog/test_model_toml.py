@@ -86,6 +86,7 @@ def test_caps_can_be_left_out_and_layers_with_windows_chosen(tmp_path):
             {"full_attention_layers": [0]},
             "full_attention_layers has no effect without window; set that or leave it out",
         ),
+        ({"window": 4, "full_attention_layers": list(range(12))}, "window has no effect where full_attention_layers"),
         ({"window": 4, "full_attention_layers": [12]}, "different whole numbers from 0 to 11, found [12]"),
         ({"window": 4, "full_attention_layers": [1, True]}, "different whole numbers from 0 to 11"),
         ({"window": 4, "rope_local_theta": 1e4}, "rope_local_theta has no effect without family gemma3"),

@@ -166,6 +166,14 @@ def test_the_smallest_allowed_value_is_allowed(name):
 
 
 MODEL = {
+    "a width of feed-forward blocks that no layer has": (
+        {"model__experts": 4, "model__expert_ffn": 64, "model__ffn_size": 512},
+        "model.ffn_size 512 has no effect with model.expert_ffn 64, which every layer has; leave model.ffn_size out",
+    ),
+    "a window that no layer has": (
+        {"model__window": 4, "model__full_attention_layers": tuple(range(8))},
+        "model.window has no effect where model.full_attention_layers names every layer; leave both out",
+    ),
     "heads that do not divide the width": (
         {"model__num_heads": 5},
         "model.num_heads must divide model.hidden_size, found 5 and 192",

@@ -96,7 +96,9 @@ def _windows(
     if "full_attention_layers" not in table:
         return window, kind.full_layers(layers)
     full = reader.indices("full_attention_layers", layers)
-    return (None, ()) if len(full) == layers else (window, full)
+    if len(full) == layers:
+        reader.complain("window has no effect where full_attention_layers names every layer; leave both out")
+    return window, full
 
 
 def _positions(reader: Reader, table: Mapping[str, Any], kind: ModelFamily) -> dict[str, Any]:

@@ -275,6 +275,8 @@ def _model_problems(config: RunConfig) -> Problems:
     last, layers = model.num_layers - 1, model.full_attention_layers or ()
     if model.window is not None and (wrong := [layer for layer in layers if not 0 <= layer <= last]):
         yield f"model.full_attention_layers must name layers from 0 to {last} (model.num_layers), found {wrong}"
+    if model.window is not None and set(layers).issuperset(range(model.num_layers)):
+        yield "model.window has no effect where model.full_attention_layers names every layer; leave both out"
     if model.rope_scaling is not None:
         needed = ("rope_factor",) if model.rope_scaling == "linear" else ("rope_factor", "rope_original_len")
         missing = [f"model.{name}" for name in needed if getattr(model, name) is None]
