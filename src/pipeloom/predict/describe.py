@@ -11,7 +11,7 @@ from pipeloom.catalog import find_name, load_cluster, load_software, read_model
 from pipeloom.config import ModelConfig, RunConfig, decided_problems, find_problems, with_pretrained
 from pipeloom.config.file import RunFile, given_in, open_run_file, parse_run, without_stale_sizes
 from pipeloom.config.paths import with_home
-from pipeloom.config.resumed import resumed_model, resumed_problems, run_file_of
+from pipeloom.config.resumed import passed_problems, resumed_model, resumed_problems, run_file_of
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software, with_optimizer
@@ -114,14 +114,14 @@ def completed(
         judge: returns the problems of a configuration; called with ``is_model_known``.
         given: as of ``with_model_sizes``.
     """
-    unused = resumed_problems(config)
+    passed, unused = passed_problems(config), resumed_problems(config)
     if unused:  # what follows from them is not a problem of its own
         own = replace(config.checkpoint, init=None)
         config = replace(config, checkpoint=own, adapter=replace(config.adapter, init=None))
     config, problems = with_model_sizes(
         with_pretrained(with_recipe(config.with_known_loops().with_most_microbatches())), given
     )
-    return config, [*unused, *problems, *judge(config, is_model_known=not problems)]
+    return config, [*unused, *passed, *problems, *judge(config, is_model_known=not problems)]
 
 
 def described_problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:

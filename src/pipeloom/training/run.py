@@ -343,6 +343,8 @@ def _announce(config: RunConfig, say: _Say) -> None:
         # Not a problem: a trial of a few steps of a run file is common.
         reached = f"at most {steps / rising:.0%} of optimizer.lr"
         lines["rate"] = f"{reached}, since optimizer.lr_warmup_steps {rising:,} are more than training.steps {steps:,}"
+    if long := [f"{name} {value_of(config, name)}" for name in _PERIODS if (value_of(config, name) or 0) > steps]:
+        lines["period"] = f"no effect in this run of {count(steps, 'step')}: {', '.join(long)}"
     if config.checkpoint.start is None and (name := _frozen_by(config)) is not None:
         what = "trains adapters of" if config.adapter.rank is not None else "keeps"
         lines["warning"] = (
@@ -355,6 +357,13 @@ def _announce(config: RunConfig, say: _Say) -> None:
         lines[what] = f"stored in {home}; at most {format_bytes(schedule.budget_bytes)} of them on the device"
     for name, text in lines.items():
         say(f"{name:<{_INDENT}}{text}")
+
+
+_PERIODS = (
+    *("training.validate_every", "training.check_every", "training.divide_every"),
+    *("checkpoint.every", "checkpoint.keep_every", "restart.keep_every"),
+)
+"""Settings of which each is a number of steps between two of a kind."""
 
 
 def _frozen_by(config: RunConfig) -> str | None:
