@@ -88,6 +88,16 @@ def test_a_group_size_that_came_from_the_pipeline_ranks_goes_with_them(tmp_path)
     assert group_size(tmp_path, 5, "--layout.pp", "4") == 5
 
 
+def test_a_file_s_number_of_micro_batches_goes_where_flags_give_each_replica_its_own(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text("[layout]\npp = 1\nloops = 1\nnum_microbatches = 2\n", encoding="utf-8")
+    words = [str(file), "--layout.dp", "2", "--layout.microbatches", "1", "3"]
+    assert parse_config(train.COMMAND, words).layout.num_microbatches == 3
+    assert load_run(file, layout={"dp": 2, "microbatches": [1, 3]}).layout.num_microbatches == 3
+    with pytest.raises(ConfigError, match="num_microbatches 7 has no effect with layout.microbatches; leave it out"):
+        parse_config(train.COMMAND, [*words, "--layout.num-microbatches", "7"])
+
+
 def test_a_value_behind_a_flag_that_takes_none_is_reported_with_everything_else(tmp_path):
     with pytest.raises(ConfigError) as refused:
         layout(tmp_path, "--schedule.balance", "true", "--layout.sequence-parallel", "False", "--layout.dp", "0")
