@@ -15,7 +15,6 @@ from pipeloom.config.paths import table_of, with_absolute_paths
 from pipeloom.errors import UserError
 from pipeloom.system.files import parse_toml, read_text
 from pipeloom.terminal.words import did_you_mean, has_line_break, or_one_of
-from pipeloom.workload.layout import Layout
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -140,8 +139,7 @@ def without_stale_sizes(config: _Config, file: _Config) -> _Config:
     is_other = new.num_stages != old.num_stages or config.model.num_layers != file.model.num_layers
     if is_other and new.partition == old.partition:
         config = replace(config, layout=replace(config.layout, partition=None))
-    if new.own_microbatches and new.microbatches != old.microbatches and new.num_microbatches == old.num_microbatches:
-        config = replace(config, layout=replace(config.layout, num_microbatches=Layout.num_microbatches))
+    config = replace(config, layout=config.layout.with_most_microbatches(old))
     # A group of old.pp micro-batches was the default; the user chose any other size.
     if new.pp != old.pp and config.schedule.group_size == file.schedule.group_size == old.pp:
         config = replace(config, schedule=replace(config.schedule, group_size=None))
