@@ -345,7 +345,7 @@ def test_the_function_of_a_model_is_in_its_file(tmp_path):
         read_model(str(file))
     assert caught.value.problems == (
         "norm_eps must be a number above 0 and at most 1e+100, found inf",
-        "there is no key 'rope_theta' here",  # positions are learned
+        "rope_theta has no effect without a family with rotary positions; set that or leave it out",
     )
 
 

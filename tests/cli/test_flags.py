@@ -172,6 +172,8 @@ def test_a_flag_that_a_command_does_not_read_is_refused_by_name(capsys, command)
     [
         ("plan --layout.pp 4", "--layout.pp; did you mean '--pp'?"),
         ("plan --machine.cluster dgx-a100", "--machine.cluster; did you mean '--cluster'?"),
+        ("simulate --layout.seq-len 64", "--layout.seq-len; did you mean '--data.seq-len'?"),
+        ("train --layout.lr 3", "--layout.lr; did you mean '--optimizer.lr'?"),
         ("simulate --model llama-3-8b", "--model; did you mean '--model.preset', '--model.file' or "),
     ],
 )

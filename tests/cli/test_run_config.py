@@ -88,6 +88,16 @@ def test_a_group_size_that_came_from_the_pipeline_ranks_goes_with_them(tmp_path)
     assert group_size(tmp_path, 5, "--layout.pp", "4") == 5
 
 
+def test_a_file_s_number_of_micro_batches_goes_where_flags_give_each_replica_its_own(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text("[layout]\npp = 1\nloops = 1\nnum_microbatches = 2\n", encoding="utf-8")
+    words = [str(file), "--layout.dp", "2", "--layout.microbatches", "1", "3"]
+    assert parse_config(train.COMMAND, words).layout.num_microbatches == 3
+    assert load_run(file, layout={"dp": 2, "microbatches": [1, 3]}).layout.num_microbatches == 3
+    with pytest.raises(ConfigError, match="num_microbatches 7 has no effect with layout.microbatches; leave it out"):
+        parse_config(train.COMMAND, [*words, "--layout.num-microbatches", "7"])
+
+
 def test_a_value_behind_a_flag_that_takes_none_is_reported_with_everything_else(tmp_path):
     with pytest.raises(ConfigError) as refused:
         layout(tmp_path, "--schedule.balance", "true", "--layout.sequence-parallel", "False", "--layout.dp", "0")
@@ -278,3 +288,28 @@ def test_training_needs_both(of_plugins):
         parse_config(train.COMMAND, [str(of_plugins / "config.toml")])
     assert "there is no optimizer 'lion'" in str(refused.value)
     assert "there is no schedule 'eager'" in str(refused.value)
+
+
+def refusals(*words):
+    with pytest.raises(ConfigError) as error:
+        parse_config(simulate.COMMAND, list(words))
+    return list(error.value.problems)
+
+
+def test_a_given_size_that_is_a_default_is_refused_where_the_preset_has_another(tmp_path):
+    wrong = "model.num_layers must be 32, as in model.preset llama-3-8b, found 8; leave model.num_layers out"
+    cluster = ("--machine.cluster", "dgx-h100")
+    assert refusals("--model.preset", "llama-3-8b", "--model.num-layers", "8", *cluster) == [wrong]
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\npreset = "llama-3-8b"\nnum_layers = 8\n', encoding="utf-8")
+    assert refusals(str(file), *cluster) == [wrong]
+    for settings in ({"model": {"preset": "llama-3-8b", "num_layers": 8}}, {}):
+        with pytest.raises(ConfigError) as error:
+            load_run(None if settings else file, **settings)
+        assert list(error.value.problems) == [wrong]
+
+
+def test_a_given_size_may_be_that_of_the_preset_or_none():
+    words = ("--model.preset", "llama-3-8b", "--model.num-layers", "32", "--model.head-size", "None")
+    found = parse_config(simulate.COMMAND, [*words, "--machine.cluster", "dgx-h100"])
+    assert found.model.num_layers == 32

@@ -73,3 +73,15 @@ def test_it_is_handed_over_by_its_whole_path_to_what_executes_it_and_refused_for
     assert f'file = "{file}"' in (file.parent / "start" / "torchrun.toml").read_text()
     assert "schedule.offload: PyTorch's runtime does not move activations to the host" in printed
     assert not (file.parent / "start" / "torch_schedule.csv").exists()
+
+
+def test_settings_of_moves_that_a_file_without_recipe_does_not_have_are_refused(tmp_path, capsys):
+    file = tmp_path / "plain.txt"
+    assert main(["simulate", *RUN, "--schedule-out", str(file)]) == 0
+    file.write_text("".join(line for line in file.read_text().splitlines(True) if not line.startswith("recipe.")))
+    capsys.readouterr()
+    assert main(["simulate", *RUN, "--schedule.file", str(file)]) == 0
+    assert main(["simulate", *RUN, *MOVES, "--schedule.balance", "--schedule.file", str(file)]) == 2
+    refused = capsys.readouterr().err
+    for key in ("balance", "offload"):
+        assert f"schedule.{key} has no effect with {file}, which moves no activations in this way; leave it" in refused

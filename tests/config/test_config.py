@@ -166,6 +166,14 @@ def test_the_smallest_allowed_value_is_allowed(name):
 
 
 MODEL = {
+    "a width of feed-forward blocks that no layer has": (
+        {"model__experts": 4, "model__expert_ffn": 64, "model__ffn_size": 512},
+        "model.ffn_size 512 has no effect with model.expert_ffn 64, which every layer has; leave model.ffn_size out",
+    ),
+    "a window that no layer has": (
+        {"model__window": 4, "model__full_attention_layers": tuple(range(8))},
+        "model.window has no effect where model.full_attention_layers names every layer; leave both out",
+    ),
     "heads that do not divide the width": (
         {"model__num_heads": 5},
         "model.num_heads must divide model.hidden_size, found 5 and 192",
@@ -530,6 +538,22 @@ def test_settings_that_do_not_fit_together_are_named(title):
     values, sentence = MODEL[title]
     (problem,) = find_problems(changed(**values))
     assert sentence in problem
+
+
+def test_one_rank_that_is_left_has_none_to_spare():
+    config = changed(layout__pp=2, restart__times=1, restart__layout="plan")
+    left = config.under(replace(config.layout, pp=1))
+    assert find_problems(config) == find_problems(left) == []
+    assert left.restart.layout == "same"
+    assert config.under(config.layout).restart.layout == "plan"
+
+
+def test_checkpoints_that_a_limit_or_an_earlier_start_add_may_be_limited_to_a_number():
+    alone = {"checkpoint__every_s": 0.0, "checkpoint__keep": 1}
+    (problem,) = find_problems(changed(**alone))
+    assert problem.startswith("checkpoint.keep has no effect without checkpoint.every or checkpoint.every_s")
+    assert find_problems(changed(**alone, checkpoint__time_limit_s=60.0)) == []
+    assert find_problems(changed(**alone, checkpoint__every=5)) == []
 
 
 def test_a_partition_that_fits_is_no_problem():

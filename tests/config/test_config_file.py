@@ -3,6 +3,7 @@
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args, get_origin, get_type_hints
 
 import hypothesis.strategies as st
 import pytest
@@ -137,6 +138,33 @@ def test_an_unknown_key_that_is_like_no_other_lists_what_there_is():
     assert problems == ["there is no setting 'output.zzzzzz'; known: folder, trace_step, profile, log"]
 
 
+@pytest.mark.parametrize(
+    ("tree", "problem"),
+    [
+        ({"layout": {"lr": 3}}, "there is no setting 'layout.lr'; did you mean 'optimizer.lr'?"),
+        ({"pp": 2}, "there is no setting 'pp'; did you mean 'layout.pp'?"),
+        ({"optimizer": {"betas": [0.9]}}, "optimizer.betas must be a list of two numbers, found [0.9]"),
+        ({"layout": {"token_slices": [1, "a"]}}, "each of layout.token_slices must be a whole number, found 'a'"),
+        ({"layout": {"partition": [1, "a"]}}, "each of layout.partition must be a whole number, found 'a'"),
+        (
+            {"layout": {"token_slices": "a"}},
+            "layout.token_slices must be a whole number or a list or 'auto', found 'a'",
+        ),
+    ],
+)
+def test_a_wrong_place_or_type_is_one_sentence_with_the_right_one(tree, problem):
+    assert parse_run(tree) == (RunConfig(), [problem])
+
+
+def test_betas_are_the_only_list_of_a_fixed_length():
+    sections = get_type_hints(RunConfig)
+    hints = {
+        f"{section}.{name}": hint for section, one in sections.items() for name, hint in get_type_hints(one).items()
+    }
+    lists = {name: one for name, hint in hints.items() for one in (hint, *get_args(hint)) if get_origin(one) is tuple}
+    assert [name for name, one in lists.items() if ... not in get_args(one)] == ["optimizer.betas"]
+
+
 @pytest.mark.parametrize("value", [3, "text", [1, 2]])
 def test_a_section_that_is_no_table_is_named(value):
     config, problems = parse_run({"model": value, "layout": {"pp": 3}})
@@ -148,7 +176,7 @@ def test_a_section_that_is_no_table_is_named(value):
 
 def test_two_wrong_items_of_one_value_do_not_hide_other_mistakes():
     config, problems = parse_run({"layout": {"partition": ["a", "b"], "pp": None}})
-    assert {problem.split(" must")[0] for problem in problems} == {"layout.partition", "layout.pp"}
+    assert {problem.split(" must")[0] for problem in problems} == {"each of layout.partition", "layout.pp"}
     assert config == RunConfig()
 
 

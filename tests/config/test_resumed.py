@@ -64,3 +64,21 @@ def test_a_trained_model_is_evaluated_without_the_file_of_its_sizes(tmp_path: Pa
     file.unlink()
     model = parse_config(evaluate.COMMAND, [str(run)]).model
     assert (model.num_layers, model.vocab_size, model.adapted) == (3, 300, adapted)
+
+
+def test_steps_that_a_resumed_run_has_behind_it_are_refused_unless_they_are_its_own(begun: tuple[Path, Path]) -> None:
+    run, _ = begun
+    resume, steps = {"resume": str(run)}, {"steps": 6}
+    with pytest.raises(ConfigError) as caught:
+        load_run(checkpoint=resume, training=steps, output={"profile": [2, 4, 5], "trace_step": 5})
+    checkpoint = run / FOLDER / name_of(4)
+    profile, trace_step = caught.value.problems
+    assert profile == f"output.profile must be steps after 4, the step of {checkpoint}, found [2, 4]"
+    assert trace_step == (
+        f"output.trace_step counts the steps of this run and must be at most 2, those from {checkpoint} to "
+        "training.steps 6, found 5"
+    )
+    file = run / RUN_FILE
+    file.write_text(file.read_text().replace("trace_step = 10", "trace_step = 5\nprofile = [2, 4, 5]"))
+    assert load_run(checkpoint=resume, training=steps).output.profile == (2, 4, 5)
+    load_run(checkpoint=resume, training=steps, output={"profile": [5], "trace_step": 2})

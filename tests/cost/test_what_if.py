@@ -46,6 +46,11 @@ def test_changes_without_effect_are_refused(tmp_path):
     own = load_cluster("dgx-h100")
     assert "in one node of dgx-h100" in without_effect(own, {"inter_bandwidth": "2x"}, 8)[0]
     assert without_effect(own, {"inter_bandwidth": "2x"}, 9) == []
+    assert without_effect(own, {"intra_bandwidth": "2x"}, 2) == []
+    (one,) = without_effect(own, {"inter_bandwidth": "2x", "peak": "2x"}, 1)
+    assert one == "machine.inter_bandwidth has no effect on one device, which sends nothing to others; leave it out"
+    (both,) = without_effect(own, {"inter_bandwidth": "2x", "intra_bandwidth": "2x"}, 1)
+    assert both.startswith("machine.inter_bandwidth and machine.intra_bandwidth have no effect on one device")
     text = "\n".join(f'[[groups]]\nname = "{name}"\nnum_nodes = 2\ncluster = "{name}"' for name in ("h200", "dgx-a100"))
     (tmp_path / "both.toml").write_text(f'name = "both"\n{text}\n')
     both = load_cluster(str(tmp_path / "both.toml"))

@@ -262,5 +262,5 @@ def test_a_run_trains_on_answers_and_a_folder_of_tokens_keeps_them(
     assert summary["unigram_loss"] < np.log(20), "few letters are in answers"
     expected = load_data(DataConfig(path=text, seq_len=31, cache=tmp_path / "cache"), 0)
     assert summary["corpus_sha256"] == expected.corpus_sha256
-    found = load_data(DataConfig(path=tmp_path / "tokens", seq_len=31, cache=tmp_path / "cache"), 0)
+    found = load_data(DataConfig(path=tmp_path / "tokens", seq_len=31), 0)
     assert np.array_equal(found.train.batch(0, 9), expected.train.batch(0, 9))

@@ -75,7 +75,7 @@ def test_a_changed_target_is_refused_at_the_start(tmp_path: Path, config: DataCo
 @pytest.mark.parametrize("name", ["tokens.idx", "counts.npy"])
 def test_changed_borders_and_counts_are_refused_at_the_start(tmp_path: Path, config: DataConfig, name: str) -> None:
     tokenize_text(config, tmp_path / "tokens", 1, is_quiet=True)
-    config = replace(config, path=tmp_path / "tokens")
+    config = replace(config, path=tmp_path / "tokens", cache=None)
     load_data(config, 0)
     change(tmp_path / "tokens" / name, -8)
     with pytest.raises(UserError, match=rf"{re.escape(name)} was changed: .* copy the folder again"):
@@ -84,7 +84,7 @@ def test_changed_borders_and_counts_are_refused_at_the_start(tmp_path: Path, con
 
 def test_a_summary_with_another_number_is_damaged(tmp_path: Path, config: DataConfig) -> None:
     tokenize_text(config, tmp_path / "tokens", 1, is_quiet=True)
-    summary, config = tmp_path / "tokens" / "summary.json", replace(config, path=tmp_path / "tokens")
+    summary, config = tmp_path / "tokens" / "summary.json", replace(config, path=tmp_path / "tokens", cache=None)
     tree = json.loads(summary.read_text(encoding="utf-8"))
     moved = {"train_tokens": tree["train_tokens"] + 1, "validation_tokens": tree["validation_tokens"] - 1}
     summary.write_text(json.dumps({**tree, **moved}, indent=2) + "\n", encoding="utf-8")
@@ -110,7 +110,7 @@ def test_a_folder_without_checksums_is_read_and_damaged_checksums_are_refused(
     tmp_path: Path, config: DataConfig
 ) -> None:
     tokenize_text(config, tmp_path / "tokens", 1, is_quiet=True)
-    config = replace(config, path=tmp_path / "tokens")
+    config = replace(config, path=tmp_path / "tokens", cache=None)
     sums = tmp_path / "tokens" / "tokens.bin.crc32.npy"
     for content in (b"", sums.read_bytes()[:-5]):
         sums.write_bytes(content)

@@ -12,7 +12,7 @@ import pytest
 from given_tokenizers import folder_of, trained
 
 from pipeloom.cli import main
-from pipeloom.config import DataConfig
+from pipeloom.config import DataConfig, SourceConfig
 from pipeloom.config.tokenizer_files import tokenizer_files
 from pipeloom.data import entry, tokenizing
 from pipeloom.data.entry import Corpus, write_entry
@@ -143,8 +143,11 @@ def test_a_folder_of_tokens_trains_as_its_text(texts: Path, tmp_path: Path, caps
     with pytest.raises(
         UserError, match=r"data\.validation_fraction has no effect on .*tokens, which has tokens already"
     ):
-        load_data(replace(config, path=tmp_path / "tokens"), 0)
+        load_data(replace(config, path=tmp_path / "tokens", cache=None), 0)
     tokens = replace(config, path=tmp_path / "tokens", validation_fraction=DataConfig.validation_fraction)
+    with pytest.raises(UserError, match=r"data\.cache has no effect on .*tokens, which has tokens already"):
+        load_data(tokens, 0)
+    tokens = replace(tokens, cache=None)
     with pytest.raises(UserError, match=r"data\.field has no effect on"):
         load_data(replace(tokens, field="body"), 0)
     found = load_data(tokens, 0)
@@ -162,13 +165,24 @@ def test_tokens_of_another_tokenizer_are_refused(texts: Path, tmp_path: Path) ->
     assert (
         main(["tokenize", str(texts), str(tmp_path / "tokens"), "--tokenizer", "bpe", "--bpe-vocab-size", "300"]) == 0
     )
-    config = DataConfig(path=tmp_path / "tokens", seq_len=16, cache=tmp_path / "cache")
+    config = DataConfig(path=tmp_path / "tokens", seq_len=16)
     with pytest.raises(UserError, match=rf"of another tokenizer than data.tokenizer; set .* {tmp_path / 'tokens'}"):
         load_data(config, 0)
     data = load_data(replace(config, tokenizer=tmp_path / "tokens"), 0)
     assert data.tokenizer.vocab_size == 300
     assert "record" in data.tokenizer.decode(data.train.batch(0, 60).ravel())
-    assert not (tmp_path / "cache").exists()
+
+
+def test_byte_pair_encoding_is_not_trained_on_tokens(texts: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    assert main(["tokenize", str(texts), str(tmp_path / "tokens")]) == 0
+    config = DataConfig(path=tmp_path / "tokens", tokenizer="bpe", bpe_vocab_size=300, seq_len=16)
+    for one in (
+        config,
+        replace(config, path=None, sources=tuple(SourceConfig(path=path) for path in (texts, tmp_path / "tokens"))),
+    ):
+        with pytest.raises(UserError, match=r"data.tokenizer bpe is trained on text, found tokens in .*tokens; set it"):
+            load_data(one, 0)
 
 
 def indexed(folder: Path, sizes: list[int], dtype: Any = np.uint16, code: int = 8, least: int = 0) -> Path:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hugging_face import require_transformers
 
 from pipeloom.catalog import load_model, names
 from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
@@ -79,6 +80,19 @@ def test_a_size_that_disagrees_with_the_preset_is_named():
     assert problems == [
         "model.num_layers must be 40, as in model.preset llama-13b, found 12; leave model.num_layers out"
     ]
+
+
+def test_a_size_that_a_model_of_transformers_does_not_read_is_named(tmp_path):
+    require_transformers()
+    config = model_file(tmp_path, model_type="gpt_neox", num_attention_heads=2, num_key_value_heads=None)
+    for heads in (4, 6):  # another one, and pipeloom's own default
+        wrong = replace(config, model=replace(config.model, num_heads=heads, num_layers=8))
+        _, problems = with_model_sizes(wrong, ["model.num_heads", "model.num_layers"])
+        source = f"model.file {config.model.file}"
+        assert problems == [
+            f"model.num_layers must be 32, as in {source}, found 8; leave model.num_layers out",
+            f"model.num_heads has no effect on a model that classes of transformers compute, of {source}; leave it out",
+        ]
 
 
 SCALED = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 2048}

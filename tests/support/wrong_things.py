@@ -165,6 +165,7 @@ DATA: list[Row] = [
     (f"{_SMALL} --data.path indexed.bin --data.tokenizer bpe", {}, "data.tokenizer bpe is trained on text"),
     (f"{_SMALL} --data.path indexed.bin --data.field body", {}, "data.field has no effect"),
     (f"{_SMALL} --data.path tokens --data.tokenizer tokenizer", {}, "has tokens of another tokenizer"),
+    (f"{_SMALL} --data.path tokens --data.tokenizer bpe", {}, "data.tokenizer bpe is trained on text"),
     (
         f"{_SMALL} --data.path tokens --data.validation-fraction 0.2",
         {},
@@ -194,7 +195,7 @@ DATA: list[Row] = [
     (f"{_SMALL} --data.path tokens", {"tokens/summary.json": keys(file="/etc/passwd")}, "elsewhere, in /etc/passwd"),
     (
         f"{_SMALL} --data.path tokens",
-        {"tokens/tokens.bin": lambda content: b"\xff" * len(content)},
+        {"tokens/tokens.bin": lambda content: b"\xff" * len(content), "tokens/tokens.bin.crc32.npy": None},
         "the text has the token 65535, the model's vocabulary 0..256; tokenize the text again",
     ),
     (f"{_SMALL} --data.path tokens", {"tokens/tokens.idx": None}, "tokens.idx"),
@@ -334,6 +335,21 @@ CHECKPOINTS: list[Row] = [
     (f"{_SMALL} --checkpoint.resume run --data.tokenizer tokenizer", {}, "tokenizer"),
     (f"{_SMALL} --output.folder run", {}, "contains a run already"),
     (f"{_SMALL} --checkpoint.keep-every 2", {}, "checkpoint.keep_every has no effect without checkpoint.keep"),
+    (
+        f"{_SMALL} --checkpoint.every-s 0 --checkpoint.keep 3 --checkpoint.keep-every 2 --checkpoint.no-background",
+        {},
+        "checkpoint.keep, checkpoint.keep_every, checkpoint.background have no effect without checkpoint.every or",
+    ),
+    (
+        f"{_SMALL} --checkpoint.every-s 0 --training.on-spike rollback",
+        {},
+        "checkpoint.every and checkpoint.every_s plan none; set one of them, or use skip",
+    ),
+    (
+        f"{_SMALL} --restart.times 1 --restart.layout plan",
+        {},
+        "restart.layout has no effect without a layout of at least 2 ranks",
+    ),
     (f"{_SMALL} --checkpoint.time-limit-s 0", {}, "checkpoint.time_limit_s must be above 0"),
     (f"{_SMALL} --training.seed {2**63}", {}, "training.seed must be at most 9,223,372,036,854,775,807"),
     (f"{_SMALL} --training.seed {-(2**63) - 1}", {}, "training.seed must be at least -9,223,372,036,854,775,808"),
@@ -419,7 +435,7 @@ ADAPTED: list[Row] = [
     (f"{_NEOX} --schedule.device-budget 1MB --layout.loops 2", {}, "schedule.device_budget does not work"),
     (f"{_NEOX} --training.compile --training.compile-backend aot_eager", {}, "training.compile does not work"),
     (f"{_NEOX} --training.freeze-layers 1", {}, "training.freeze_layers 1 does not work"),
-    (f"{_NEOX} --model.rope-theta 5", {}, "model.rope_theta must be unset"),
+    (f"{_NEOX} --model.rope-theta 5", {}, "model.rope_theta has no effect"),
     (f"{_NEOX} --data.seq-len 65", {}, "max_position_embeddings must be at least 65"),
     (_NEOX, {"neox/config.json": keys(auto_map={"AutoModel": "x.Y"})}, "code of a folder is never executed"),
     (_NEOX, {"neox/config.json": keys(quantization_config={})}, "quantized weights are not trained"),
@@ -471,10 +487,16 @@ OPTIMIZERS: list[Row] = [
     (f"{_SMALL} --optimizer.name adafactor --optimizer.betas 0.9 0.99", {}, "optimizer.betas has no effect"),
     (f"{_SMALL} --optimizer.name adafactor --optimizer.settings depth=1", {}, "optimizer.settings depth=1 has no"),
     (
-        f"{_SMALL} --optimizer.weight-decay 0 --optimizer.settings weight_decay=1 weight_decay=2",
+        f"{_SMALL} --optimizer.weight-decay 0 --optimizer.settings weight_decay=-1 betas=3",
         {},
-        "optimizer.weight_decay and optimizer.settings weight_decay=1 and; leave all but one of them out",
+        "settings weight_decay=-1 has a key of its own; use optimizer.weight_decay; use optimizer.betas",
     ),
+    (
+        f"{_SMALL} --optimizer.name adafactor --optimizer.settings clip=1 clip=2",
+        {},
+        "settings clip=1 and optimizer.settings clip=2 set the same; leave all but one of them out",
+    ),
+    (f"{_SMALL} --optimizer.settings eps=1e999", {}, "with finite numbers, found 'eps=1e999'"),
     (f"{_SMALL} --optimizer.lr-decay-style exponential", {}, "optimizer.lr-decay-style"),
     (
         f"{_SMALL} --optimizer.lr-decay-style constant --optimizer.lr-min-fraction 0.2",

@@ -9,7 +9,7 @@ import pytest
 from small_run import small_run
 
 from pipeloom.cli.train import _parameters
-from pipeloom.config import AdapterConfig, CheckpointConfig, ModelConfig
+from pipeloom.config import AdapterConfig, CheckpointConfig, ModelConfig, TrainingConfig
 from pipeloom.data.prepared import sizes_of
 from pipeloom.data.summary import Summary
 from pipeloom.predict.describe import completed
@@ -79,6 +79,25 @@ def test_adapters_of_random_weights_are_a_warning(described, tmp_path):
     )
     assert announced(replace(tuned, checkpoint=CheckpointConfig(init=tmp_path)), "warning") is None
     assert announced(replace(tuned, checkpoint=CheckpointConfig(resume=tmp_path)), "warning") is None
+
+
+def test_periods_that_exceed_the_run_are_a_line(described):
+    trial = described(Layout(pp=1, loops=1), training=TrainingConfig(steps=2, validate_every=50))
+    trial = replace(trial, checkpoint=CheckpointConfig(every=3, keep=1, keep_every=2))
+    assert announced(trial, "period") == (
+        "period     no effect in this run of 2 steps: training.validate_every 50, checkpoint.every 3"
+    )
+    whole = replace(trial, training=replace(trial.training, steps=50))
+    assert announced(whole, "period") is None
+
+
+def test_frozen_layers_of_random_weights_are_a_warning(described, tmp_path):
+    frozen = described(Layout(pp=1, loops=1), training=TrainingConfig(freeze_layers=2))
+    assert announced(frozen, "warning") == (
+        "warning    training.freeze_layers 2 keeps random weights, which stay as they are; start from trained ones "
+        "with --checkpoint.init DIR, or leave training.freeze_layers out"
+    )
+    assert announced(replace(frozen, checkpoint=CheckpointConfig(init=tmp_path)), "warning") is None
 
 
 def test_parameters_that_are_trained_and_that_a_token_takes_are_counted(described):

@@ -106,6 +106,12 @@ def test_a_run_is_refused_by_one_byte_and_not_at_the_bound(monkeypatch):
         check_memory(SMALL)
 
 
+def test_one_process_takes_what_several_take(monkeypatch):
+    there(monkeypatch, 1e6)
+    with pytest.raises(HostError, match="1 process of this run takes at least"):
+        check_memory(changed(SMALL, layout={"pp": 1}))
+
+
 @pytest.mark.parametrize(
     ("sections", "part", "advice"),
     [
@@ -124,7 +130,7 @@ def test_the_largest_part_is_named_with_what_to_change(monkeypatch, sections, pa
 
 def test_a_process_that_may_not_map_what_it_needs_is_refused(monkeypatch):
     there(monkeypatch, math.inf, addresses=1e6)
-    with pytest.raises(HostError, match="a process of this run take"):
+    with pytest.raises(HostError, match="a process of this run takes at least"):
         check_memory(SMALL)
 
 

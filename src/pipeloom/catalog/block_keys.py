@@ -10,6 +10,7 @@ from pipeloom.workload.model_shape import Blocks
 def read_blocks(reader: Reader) -> Blocks | None:
     """The blocks of which matrices consist; ``None`` for a table without."""
     if "density" not in reader.names():
+        reader.needs("density", "density_block")
         return None
     found = Blocks(density=reader.positive("density"), size=reader.integer("density_block", BLOCK))
     if not reader.has_problems and found.density >= 1:

@@ -9,6 +9,7 @@ from pipeloom.workload.model_shape import Experts
 def read_experts(reader: Reader, ffn: int) -> Experts | None:
     """The experts of layers, whose feed-forward blocks are otherwise this wide; ``None`` for a table without."""
     if "experts" not in reader.names():
+        reader.needs("experts", "experts_per_token", "expert_ffn", "expert_every", "shared_experts")
         return None
     found = Experts(
         count=reader.integer("experts"),

@@ -18,6 +18,8 @@ _SCALINGS: dict[str, tuple[str, ...]] = {
     "yarn": (*_TURNS, "rope_attention_factor"),
 }
 """Kind of ``rope_scaling`` -> optional keys of it."""
+_ROPE_KEYS = ("rope_scaling", "rope_factor", "rope_original_len", *_SCALINGS["yarn"])
+"""Keys of scaled positions."""
 
 
 class TomlModel(NamedTuple):
@@ -76,6 +78,7 @@ def read_toml_model(name_or_path: str) -> TomlModel:
     settings = {scalar: reader.positive(scalar)} if scalar in table else {}
     settings |= _positions(reader, table, kind)
     norm_eps = reader.positive("norm_eps") if "norm_eps" in table else None
+    reader.needs("a family with rotary positions", "rope_theta")
     rope_theta = reader.positive("rope_theta") if "rope_theta" in table and kind.is_rotary else None
     recipe = read_recipe(reader.table("recipe")) if "recipe" in table else None
     reader.check({"source"})
@@ -87,24 +90,32 @@ def _windows(
 ) -> tuple[int | None, tuple[int, ...]]:
     """The window, and the layers that have none."""
     if "window" not in table:
+        reader.needs("window", "full_attention_layers")
         return None, ()
     window = reader.integer("window")
     if "full_attention_layers" not in table:
         return window, kind.full_layers(layers)
     full = reader.indices("full_attention_layers", layers)
-    return (None, ()) if len(full) == layers else (window, full)
+    if len(full) == layers:
+        reader.complain("window has no effect where full_attention_layers names every layer; leave both out")
+    return window, full
 
 
 def _positions(reader: Reader, table: Mapping[str, Any], kind: ModelFamily) -> dict[str, Any]:
     """The settings of rotary positions other than their base."""
     if not kind.is_rotary:
+        reader.needs("a family with rotary positions", *_ROPE_KEYS, "rope_local_theta")
         return {}
     settings: dict[str, Any] = {}
+    reader.needs("window" if kind.rope_local_theta is not None else "family gemma3", "rope_local_theta")
     if kind.rope_local_theta is not None and "window" in table and "rope_local_theta" in table:
         settings["rope_local_theta"] = reader.positive("rope_local_theta")
     if "rope_scaling" not in table:
+        reader.needs("rope_scaling", *_ROPE_KEYS)
         return settings
     scaling = reader.text("rope_scaling", among=_SCALINGS)
+    reader.needs("rope_scaling llama3 or yarn", "rope_original_len", *_TURNS)
+    reader.needs("rope_scaling yarn", "rope_attention_factor")
     settings |= {"rope_scaling": scaling, "rope_factor": reader.number("rope_factor", least=1.0)}
     if scaling != "linear":
         settings["rope_original_len"] = reader.integer("rope_original_len")

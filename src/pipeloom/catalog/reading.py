@@ -106,6 +106,7 @@ class Reader:
         self._title = ""
         self._path: tuple[str, ...] = ()
         self._inner: list[Reader] = []
+        self._needs: dict[str, str] = {}
 
     def number(self, key: str, default: float | None = None, *, scale: float = 1.0, least: float = 0.0) -> float:
         """A number of at least ``least``, times ``scale``."""
@@ -272,10 +273,18 @@ class Reader:
         """Set the title that begins every problem of this table and of those inside it, in place of its name."""
         self._title, self._path = f"{title}: ", ()
 
+    def needs(self, what: str, *keys: str) -> None:
+        """Set what is missing for keys of the format that were not read, so that they have no effect."""
+        self._needs |= dict.fromkeys(keys, what)
+
     def complain_of_unknown(self, known: Set[str]) -> None:
         """Add a problem for each key that was not read and is not in ``known``, here and in tables inside."""
         for key in self._table:
-            if key not in self._seen | known:
+            if key in self._seen | known:
+                continue
+            if key in self._needs:
+                self.complain(f"{key} has no effect without {self._needs[key]}; set that or leave it out")
+            else:
                 # A key that is given may come from the file's base.
                 hint = did_you_mean(key, self._seen - set(self._table)) or did_you_mean(key, self._seen)
                 self.complain(f"there is no key '{key}' here{'; ' if hint else ''}{hint}")

@@ -262,6 +262,9 @@ def _close_flags(word: str, by_flag: dict[str, Option]) -> list[str]:
     # A command with flags of its own, such as `plan`, has them without the sections of a run file.
     if (own := f"--{wanted.rpartition('.')[2]}") in by_flag:
         return [own]
+    # A setting in another section than its own.
+    if "." in wanted and (others := [flag for flag in by_flag if flag.endswith(f".{wanted.rpartition('.')[2]}")]):
+        return others[:3]
     names: dict[str, list[str]] = {}
     for flag in (*by_flag, *_HELP):
         name = flag.lstrip("-")

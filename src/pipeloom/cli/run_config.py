@@ -11,7 +11,7 @@ from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, find_checkpoint, is
 from pipeloom.cli.flags import SOURCE, Words, read_words
 from pipeloom.cli.reference import RUN_FIELD, Command, Options_, options_of
 from pipeloom.config import OptimizerConfig, RunConfig, ScheduleConfig, decided_problems, in_order
-from pipeloom.config.file import read_run_file, without_stale_sizes
+from pipeloom.config.file import open_run_file, without_stale_sizes
 from pipeloom.config.resumed import run_file_of
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.families import AUTO, FAMILIES
@@ -90,18 +90,18 @@ def parse_words(
         SystemExit: help was printed.
     """
     file = command.default or RunConfig()
-    source, is_read, of_file = SOURCE, True, list[str]()
+    source, is_read, of_file, given = SOURCE, True, list[str](), frozenset[str]()
     read: Path | None = None
 
     def open_file(path: Path) -> list[str]:
-        nonlocal file, source, read, is_read, of_file
+        nonlocal file, source, read, is_read, of_file, given
         run_file = _file_of_run(path)
         try:
             if run_file is None and command.needs_run:
                 file = _pretrained(path, file)
             else:
                 read = run_file or path
-                file, of_file = read_run_file(read, file)
+                file, of_file, given = open_run_file(read, file)
                 file = _without_missing_plugins(_with_stored_model(file, path)) if command.needs_run else file
         except UserError as error:
             is_read = False
@@ -118,7 +118,7 @@ def parse_words(
     problems = found.problems
     # Judging defaults instead of a file that cannot be read would report what is not wrong.
     if is_read:
-        config, values = completed(config, judge)
+        config, values = completed(config, judge, given | found.values.keys())
         # What follows from a wrong flag is not a problem of its own.
         problems += in_order([*of_file, *(one for one in values if not any(name in one for name in found.wrong))])
     if problems:

@@ -48,6 +48,9 @@ def expert_size_problems(config: RunConfig) -> Problems:
         yield f"model.experts_per_token must be at most model.experts {model.experts}, found {taken}"
     if every > model.num_layers:
         yield f"model.expert_every must be at most model.num_layers {model.num_layers}, found {every}"
+    if every == 1 and model.expert_ffn is not None and model.ffn_size not in (None, model.expert_ffn):
+        only = f"model.expert_ffn {model.expert_ffn}, which every layer has"
+        yield f"model.ffn_size {model.ffn_size} has no effect with {only}; leave model.ffn_size out"
     if MODELS[model.family].gates < 2:
         yield f"model.experts needs gated feed-forward blocks, found model.family {model.family}; use llama"
 

@@ -4,16 +4,17 @@ import copy
 import json
 import re
 import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from pipeloom.config import RunConfig, to_dict, unset, usual_values
 from pipeloom.config.paths import table_of, with_absolute_paths
 from pipeloom.errors import UserError
 from pipeloom.system.files import parse_toml, read_text
-from pipeloom.terminal.words import did_you_mean, has_line_break
+from pipeloom.terminal.words import did_you_mean, has_line_break, or_one_of
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -25,18 +26,42 @@ RETIRED = {
 """Removed settings -> what to use instead."""
 
 
+class RunFile(NamedTuple):
+    """What a run file has.
+
+    Attributes:
+        config: with defaults in place of wrong settings.
+        problems: a sentence for each.
+        given: names of the settings that the file contains, such as ``model.num_layers``.
+    """
+
+    config: RunConfig
+    problems: list[str]
+    given: frozenset[str]
+
+
+def given_in(tree: Mapping[str, Any]) -> frozenset[str]:
+    """Names of the settings in nested dictionaries."""
+    return frozenset(
+        f"{section}.{key}" for section, values in tree.items() if isinstance(values, Mapping) for key in values
+    )
+
+
 def read_run_file(path: Path, default: RunConfig | None = None) -> tuple[RunConfig, list[str]]:
+    """The configuration and the problems of ``open_run_file``."""
+    found = open_run_file(path, default)
+    return found.config, found.problems
+
+
+def open_run_file(path: Path, default: RunConfig | None = None) -> RunFile:
     """Read a run file. Its relative paths are relative to its folder.
 
     Args:
         path: a TOML file with the sections and keys of ``RunConfig``.
         default: values of settings that the file does not contain; without relative paths.
 
-    Returns:
-        The configuration, with defaults in place of wrong settings, and its problems, a sentence for each.
-
     Raises:
-        UserError: the file cannot be read, or is not TOML.
+        UserError: it cannot be read, or is not TOML.
     """
     if path.is_dir():
         files = sorted(path.glob("*.toml"))
@@ -44,8 +69,9 @@ def read_run_file(path: Path, default: RunConfig | None = None) -> tuple[RunConf
             f"cannot read the configuration {path}: expected a run file, found a folder"
             + (f"; did you mean '{files[0]}'?" if files else " without one")
         )
-    config, problems = parse_run(parse_toml(read_text(path, "the configuration"), path), default)
-    return with_absolute_paths(config, path.parent), problems
+    tree = parse_toml(read_text(path, "the configuration"), path)
+    config, problems = parse_run(tree, default)
+    return RunFile(with_absolute_paths(config, path.parent), problems, given_in(tree))
 
 
 def parse_run(tree: dict[str, Any], default: RunConfig | None = None) -> tuple[RunConfig, list[str]]:
@@ -59,27 +85,41 @@ def parse_run(tree: dict[str, Any], default: RunConfig | None = None) -> tuple[R
     try:
         return adapter.validate_json(_json(default, tree), strict=True), problems
     except ValidationError as error:
-        wanted: dict[str, dict[str, None]] = {}
-        for item in error.errors():
-            names = [str(part) for part in item["loc"]]
-            # Section and setting; further parts are indices of a list or alternatives of a type.
-            is_choice = item["type"] == "literal_error"
-            one = item["ctx"]["expected"] if is_choice else _WANTED.get(item["type"], item["msg"])
-            name = ".".join(names[:2])
-            if "sources" in names[1:2]:  # a list of tables: the place of one, and its key
-                name += "".join(f"[{int(part) + 1}]" if part.isdigit() else f".{part}" for part in names[2:])
-                one = "given" if item["type"] == "missing" else one
-            wanted.setdefault(f"{name}\n{item['input']!r}", {})[one] = None
-            section = tree.get(names[0])
+        problems += _wrong_types(error.errors())
+        for names in (item["loc"] for item in error.errors()):
+            section = tree.get(str(names[0]))
             if len(names) > 1 and isinstance(section, dict):
-                section.pop(names[1], None)
+                section.pop(str(names[1]), None)
             else:
-                tree.pop(names[0], None)
-        for place, words in wanted.items():
-            name, _, found = place.partition("\n")
-            problems.append(f"{name} must be {' or '.join(words)}, found {found}")
+                tree.pop(str(names[0]), None)
     # Again without the wrong settings, so that callers can check the values of the others for the same message.
     return adapter.validate_json(_json(default, tree), strict=True), problems
+
+
+def _wrong_types(errors: Sequence[Any]) -> list[str]:
+    """A sentence for each value of a wrong type, from pydantic's errors: one for each alternative of a type."""
+    # A list with a wrong item is of no other alternative either.
+    in_lists = {item["loc"][:2] for item in errors if _is_item(item)}
+    wanted: dict[tuple[str, str], dict[str, None]] = {}
+    for item in errors:
+        # Section and setting; further parts are indices of a list or alternatives of a type.
+        place, kind = item["loc"], item["type"]
+        name = ".".join(map(str, place[:2]))
+        one = item["ctx"]["expected"] if kind == "literal_error" else _WANTED.get(kind, item["msg"])
+        if "sources" in place[1:2]:  # a list of tables: the place of one, and its key
+            name += "".join(f"[{part + 1}]" if isinstance(part, int) else f".{part}" for part in place[2:])
+            one = "given" if kind == "missing" else one
+        elif _is_item(item):
+            name = f"each of {name}"
+        elif place[:2] in in_lists:
+            continue
+        wanted.setdefault((name, repr(item["input"])), {})[one] = None
+    return [f"{name} must be {' or '.join(words)}, found {found}" for (name, found), words in wanted.items()]
+
+
+def _is_item(error: Mapping[str, Any]) -> bool:
+    """Whether an item of a list is wrong, not the number of them."""
+    return isinstance(error["loc"][-1], int) and error["type"] != "missing"
 
 
 @cache
@@ -92,13 +132,14 @@ def _adapter() -> "TypeAdapter[RunConfig]":
 def without_stale_sizes(config: _Config, file: _Config) -> _Config:
     """Reset the settings of a run folder's file that follow from sizes which flags have changed.
 
-    That file contains the partition and the group size of its run, but a checkpoint can be resumed with any layout, and
-    a new run may have another number of layers.
+    That file contains the partition, the group size and the number of micro-batches of its run, but a checkpoint can be
+    resumed with any layout, and a new run may have another number of layers.
     """
     new, old = config.with_known_loops().layout, file.with_known_loops().layout
     is_other = new.num_stages != old.num_stages or config.model.num_layers != file.model.num_layers
     if is_other and new.partition == old.partition:
         config = replace(config, layout=replace(config.layout, partition=None))
+    config = replace(config, layout=config.layout.with_most_microbatches(old))
     # A group of old.pp micro-batches was the default; the user chose any other size.
     if new.pp != old.pp and config.schedule.group_size == file.schedule.group_size == old.pp:
         config = replace(config, schedule=replace(config.schedule, group_size=None))
@@ -116,8 +157,9 @@ _WANTED = {
     "string_type": "text",
     "path_type": "text that names a path",
     "tuple_type": "a list",
-    "missing": "a list of as many numbers as the default",
-    "too_long": "a list of as many numbers as the default",
+    # The only list of a fixed length is optimizer.betas.
+    "missing": "a list of two numbers",
+    "too_long": "a list of two numbers",
     "dataclass_type": "a section",
     "value_error": "of its type",
 }
@@ -178,6 +220,12 @@ def _with_comments(text: str, config: RunConfig) -> str:
     return text
 
 
+def _elsewhere(key: str) -> list[str]:
+    """The settings of this name, with their tables."""
+    tables = get_type_hints(RunConfig).items()
+    return [f"{table}.{key}" for table, its_class in tables if key in {one.name for one in fields(its_class)}]
+
+
 def _drop_unknown(tree: dict[str, Any], config_class: type, prefix: str) -> list[str]:
     """Remove keys that ``config_class`` does not have; return a sentence with a suggestion for each."""
     hints = get_type_hints(config_class)
@@ -188,7 +236,7 @@ def _drop_unknown(tree: dict[str, Any], config_class: type, prefix: str) -> list
             problems.append(f"there is no setting '{prefix}{key}' any more; {RETIRED[prefix + key]}")
             del tree[key]
         elif key not in known:
-            hint = did_you_mean(key, known, prefix) or f"known: {', '.join(known)}"
+            hint = or_one_of(_elsewhere(key)) or did_you_mean(key, known, prefix) or f"known: {', '.join(known)}"
             problems.append(f"there is no setting '{prefix}{key}'; {hint}")
             del tree[key]
         elif tree[key] == "" and Path in (hints[key], *get_args(hints[key])):

@@ -6,6 +6,7 @@ from pipeloom.config.run import RunConfig, value_of
 from pipeloom.errors import UserError
 from pipeloom.families import FAMILIES
 from pipeloom.schedule import read_schedule
+from pipeloom.schedule.file import MOVED_BY
 from pipeloom.terminal.words import count, parse_bytes
 from pipeloom.workload.adapter import known_targets
 from pipeloom.workload.model_families import MODELS
@@ -429,10 +430,15 @@ def file_problems(config: RunConfig) -> Problems:
     except UserError as error:
         yield f"schedule.file: {error}"
         return
+    if given.recipe:  # which is compared with these settings
+        return
     for key in ("family", "group_size", "keep", "receive_buffers", "prefetch"):
         name = f"schedule.{key}"
-        if not given.recipe and value_of(config, name) != value_of(RunConfig(), name):
+        if value_of(config, name) != value_of(RunConfig(), name):
             yield f"{name} has no effect with {file}, which contains no recipe; leave it out"
+    for kind, key in MOVED_BY.items():
+        if getattr(config.schedule, key) and not any(row.is_kind(kind).any() for row in given.schedule.rows):
+            yield f"schedule.{key} has no effect with {file}, which moves no activations in this way; leave it out"
 
 
 def adapted_problems(config: RunConfig) -> Problems:

@@ -53,6 +53,7 @@ from pipeloom.config.layout_problems import (
 from pipeloom.config.run import RunConfig, value_of
 from pipeloom.config.sections import OptimizerConfig
 from pipeloom.config.sharing_problems import sharing_problems
+from pipeloom.config.step_problems import adds_checkpoints, step_problems
 from pipeloom.config.tokenizer_files import num_tokens
 from pipeloom.errors import UserError, reason_of
 from pipeloom.system.toolchain import toolchain_problems
@@ -96,7 +97,7 @@ def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: boo
         _source_problems,
     ]
     if trains:
-        checks += [_text_problems, _checkpoint_problems, _training_problems]
+        checks += [_text_problems, _checkpoint_problems, step_problems, _training_problems]
     return [problem for check in checks for problem in check(config)]
 
 
@@ -144,10 +145,14 @@ _LOSS: _Need = ("model.balance batch or microbatch", lambda run: run.model.known
 _AVERAGES: _Need = ("layout.average_every", lambda run: run.layout.average_every is not None)
 _RESTARTS: _Need = ("restart.times", lambda run: run.restart.times > 0)
 _PEERS: _Need = ("layout.pp x layout.dp of at least 2", lambda run: run.layout.num_computing_groups != 1)
+_SAVES: _Need = ("checkpoint.every or checkpoint.every_s", lambda run: run.saves_between_steps)
+_SEVERAL_SAVED: _Need = (_SAVES[0], lambda run: run.saves_between_steps or adds_checkpoints(run))
 _NEEDS: dict[str, tuple[_Need, ...]] = {
-    "restart.layout": (_RESTARTS,),
+    "restart.layout": (_RESTARTS, ("a layout of at least 2 ranks", lambda run: run.layout.num_ranks != 1)),
     "restart.keep_every": (_RESTARTS,),
-    "checkpoint.keep_every": (("checkpoint.keep", lambda run: run.checkpoint.keep is not None),),
+    "checkpoint.keep": (_SEVERAL_SAVED,),
+    "checkpoint.keep_every": (("checkpoint.keep", lambda run: run.checkpoint.keep is not None), _SEVERAL_SAVED),
+    "checkpoint.background": (_SAVES,),
     "model.rope_theta": (("a model.family with rotary positions", _has_angles),),
     "model.rope_local_theta": (_LOCAL, _WINDOW),
     "model.full_attention_layers": (_WINDOW,),
@@ -270,6 +275,8 @@ def _model_problems(config: RunConfig) -> Problems:
     last, layers = model.num_layers - 1, model.full_attention_layers or ()
     if model.window is not None and (wrong := [layer for layer in layers if not 0 <= layer <= last]):
         yield f"model.full_attention_layers must name layers from 0 to {last} (model.num_layers), found {wrong}"
+    if model.window is not None and set(layers).issuperset(range(model.num_layers)):
+        yield "model.window has no effect where model.full_attention_layers names every layer; leave both out"
     if model.rope_scaling is not None:
         needed = ("rope_factor",) if model.rope_scaling == "linear" else ("rope_factor", "rope_original_len")
         missing = [f"model.{name}" for name in needed if getattr(model, name) is None]
@@ -290,9 +297,9 @@ def optimizer_problems(config: RunConfig) -> Problems:
     if optimizer.name not in OPTIMIZERS:
         yield f"optimizer.name: {OPTIMIZERS.unknown(optimizer.name)}"
         return
-    wrong = [text for text in optimizer.settings if not re.fullmatch(r"\w+=[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", text)]
-    if wrong:
-        yield f"optimizer.settings must be texts such as name=0.5, found {' '.join(map(repr, wrong))}"
+    if wrong := [text for text in optimizer.settings if not _is_setting(text)]:
+        found = " ".join(map(repr, wrong))
+        yield f"optimizer.settings must be texts such as name=0.5, with finite numbers, found {found}"
         return
     if optimizer.clip == "stage" and math.isinf(optimizer.known_clip_grad_norm):
         yield "optimizer.clip stage clips nothing with optimizer.clip_grad_norm inf; leave one of them out"
@@ -301,8 +308,17 @@ def optimizer_problems(config: RunConfig) -> Problems:
         if name not in taken:
             whose = f"optimizer.name {optimizer.name}, which takes {', '.join(taken)}"
             yield f"{keys[name][0]} has no effect with {whose}; leave it out"
+        elif name in SHARED:
+            # The limits of a key are not those of a text.
+            yield from (f"{text} has a key of its own; use optimizer.{name}" for text in keys[name] if "=" in text)
         elif len(keys[name]) > 1:
             yield f"{' and '.join(keys[name])} set the same; leave all but one of them out"
+
+
+def _is_setting(text: str) -> bool:
+    """Whether a text is a name and a finite number."""
+    found = re.fullmatch(r"\w+=([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)", text)
+    return found is not None and math.isfinite(float(found[1]))
 
 
 def _keys_of(optimizer: OptimizerConfig) -> dict[str, list[str]]:
@@ -407,20 +423,6 @@ _LOGGERS = {"tensorboard": "'pipeloom[log]'", "wandb": "wandb", "mlflow": "mlflo
 
 def _training_problems(config: RunConfig) -> Problems:
     """Problems that only training has, not predictions."""
-    if config.training.on_spike == "rollback" and config.restart.times:
-        yield "training.on_spike rollback does not work with restart.times, whose states are newer; leave one out"
-    steps, falling = config.training.known_steps, config.optimizer.lr_wsd_decay_steps or 0
-    if falling and falling + config.optimizer.known_lr_warmup_steps > steps:
-        rising = config.optimizer.known_lr_warmup_steps
-        yield (
-            f"optimizer.lr_wsd_decay_steps and lr_warmup_steps must be at most training.steps {steps} together, found "
-            f"{falling} and {rising}"
-        )
-    if wrong := [step for step in config.output.profile or () if not 1 <= step <= steps]:
-        yield f"output.profile must be steps from 1 to training.steps {steps}, found {wrong}"
-    traced = config.output.trace_step
-    if traced > steps and traced != _DEFAULTS.output.trace_step:  # short runs have the default, too
-        yield f"output.trace_step must be at most training.steps {steps}, found {traced}"
     log = config.output.log
     if log is not None and find_spec(log) is None:
         yield f"output.log {log} needs a package that is missing: pip install {_LOGGERS[log]}"

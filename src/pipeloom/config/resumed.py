@@ -4,9 +4,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from pipeloom.checkpoint.checkpoint_folder import RUN_FILE, find_checkpoint, is_checkpoint, read_info, run_of
+from pipeloom.checkpoint.checkpoint_folder import RUN_FILE, find_checkpoint, is_checkpoint, read_info, run_of, step_of
 from pipeloom.config.file import read_run_file
 from pipeloom.config.run import RunConfig
+from pipeloom.config.sections import OutputConfig
 from pipeloom.errors import UserError
 from pipeloom.system.files import exists
 from pipeloom.workload.model import ModelConfig
@@ -71,6 +72,35 @@ def resumed_problems(config: RunConfig) -> list[str]:
         problems.append(
             f"adapter.init has no effect with checkpoint.resume {resume}, whose run began with {begun_second}, found "
             f"{second}; leave it out"
+        )
+    return problems
+
+
+def passed_problems(config: RunConfig) -> list[str]:
+    """A sentence for each setting that names steps which a run that resumes does not have any more.
+
+    Those of the run that wrote the checkpoint are no problem, as in ``resumed_problems``.
+    """
+    resume, own, steps = config.checkpoint.resume, config.output, config.training.known_steps
+    if resume is None:
+        return []
+    try:
+        checkpoint, file = find_checkpoint(resume), run_file_of(resume)
+        earlier = OutputConfig() if file is None else read_run_file(file)[0].output
+    except (UserError, OSError):  # reported elsewhere
+        return []
+    done = step_of(checkpoint) or 0
+    passed = [step for step in own.profile or () if 1 <= step <= done]
+    problems: list[str] = []
+    if passed and own.profile != earlier.profile:
+        problems.append(f"output.profile must be steps after {done}, the step of {checkpoint}, found {passed}")
+    if 0 < steps - done < own.trace_step <= steps and own.trace_step not in (
+        earlier.trace_step,
+        OutputConfig.trace_step,
+    ):
+        left = f"{steps - done}, those from {checkpoint} to training.steps {steps}"
+        problems.append(
+            f"output.trace_step counts the steps of this run and must be at most {left}, found {own.trace_step}"
         )
     return problems
 

@@ -151,13 +151,17 @@ class RunConfig:
     def under(self, layout: Layout) -> Self:
         """The same run under another layout, without settings that have no effect there.
 
-        Nothing is divided again where replicas have as many micro-batches, or gathered where no state is sharded.
+        Nothing is divided again where replicas have as many micro-batches, or gathered where no state is sharded, and
+        one rank has none to spare.
         """
         every = None if layout.has_equal_replicas else self.training.divide_every
-        schedule = self.schedule
+        schedule, restart = self.schedule, self.restart
+        if layout.num_ranks == 1:
+            restart = replace(restart, layout="same")
         if layout.shard == "none":
             schedule = replace(schedule, residency=None, prefetch=None, gradient_buffers=None)
-        return replace(self, layout=layout, schedule=schedule, training=replace(self.training, divide_every=every))
+        training = replace(self.training, divide_every=every)
+        return replace(self, layout=layout, schedule=schedule, training=training, restart=restart)
 
     def divided(self, numbers: tuple[int, ...]) -> Self:
         """The same run with a number of micro-batches for each replica."""
@@ -172,6 +176,11 @@ class RunConfig:
         family = earlier.schedule.family
         is_alike = earlier.layout.pp == self.layout.pp and self.schedule.family in (AUTO, family)
         return self.with_loops(earlier.layout.num_loops, family) if is_alike else self
+
+    @property
+    def saves_between_steps(self) -> bool:
+        """Whether checkpoints are planned before the last step."""
+        return self.checkpoint.every is not None or self.checkpoint.every_s > 0
 
     @property
     def swaps_stages(self) -> bool:

@@ -56,8 +56,11 @@ def without_effect(cluster: Cluster, changes: Mapping[str, str], num_devices: in
         changes: without ``what_if_problems``.
         num_devices: of the run.
     """
-    found = []
-    if INTER in changes and cluster.lack(num_devices) is None and cluster.node_of(num_devices - 1)[0] == 0:
+    found = list[str]()
+    if num_devices == 1 and (links := [f"machine.{name}" for name in (INTER, INTRA) if name in changes]):
+        has, leave = ("has", "leave it out") if len(links) == 1 else ("have", "leave them out")
+        found.append(f"{' and '.join(links)} {has} no effect on one device, which sends nothing to others; {leave}")
+    elif INTER in changes and cluster.lack(num_devices) is None and cluster.node_of(num_devices - 1)[0] == 0:
         found.append(
             f"machine.{INTER} has no effect: the {num_devices} devices of the run are in one node of {cluster.name}; "
             f"use machine.{INTRA}, or leave it out"

@@ -92,6 +92,8 @@ def entry_of(config: DataConfig, given: Tokenizer | None, check: Check) -> Entry
     summary = None if path is None else read_summary(path)
     if path is not None and (is_indexed(path) or summary is not None):
         _refuse_unused(config, path)
+    if path is not None and given is None:
+        _refuse_training(config, path)
     # Of a stranger's folder no other file is read than its own.
     if path is not None and summary is not None and not summary.file:
         return Entry(path, _checked(path, summary, given), list_sources(path / TOKENS))
@@ -112,6 +114,25 @@ def _refuse_unused(config: DataConfig, path: Path) -> None:
             raise UserError(f"data.{name} has no effect on {path}, which has tokens already; leave it out")
 
 
+def refuse_cache(config: DataConfig) -> None:
+    """Refuse a folder for tokens that no source writes.
+
+    Raises:
+        UserError: each source is a folder of tokens.
+    """
+    paths = [part.path for _, part in config.parts]
+    if config.cache is not None and all(path is not None and is_entry(path) for path in paths):
+        raise UserError(f"data.cache has no effect on {paths[0]}, which has tokens already; leave it out")
+
+
+def _refuse_training(config: DataConfig, path: Path) -> None:
+    """Refuse to train byte-pair encoding on tokens."""
+    if config.tokenizer == "bpe" and (is_indexed(path) or is_entry(path)):
+        raise UserError(
+            f"data.tokenizer bpe is trained on text, found tokens in {path}; set it to the one that made them"
+        )
+
+
 def _checked(path: Path, summary: Summary, given: Tokenizer | None) -> Summary:
     """Refuse a folder of tokens of another tokenizer."""
     own = tokenizer_from(stored_files(path))
@@ -124,10 +145,7 @@ def _checked(path: Path, summary: Summary, given: Tokenizer | None) -> Summary:
 
 
 def _indexed(config: DataConfig, path: Path, given: Tokenizer | None) -> Entry:
-    if config.tokenizer == "bpe":
-        raise UserError(
-            f"data.tokenizer bpe is trained on text, found tokens in {path}; set it to the one that made them"
-        )
+    _refuse_training(config, path)
     tokenizer = given or ByteTokenizer()
     listing = list_sources(path.with_suffix(".bin"))
     folder = _cache(config) / _key(config, listing.sources, tokenizer)
@@ -292,6 +310,9 @@ def _resolved(sources: Sequence[Source]) -> Iterator[str]:
 
 def shared_tokenizer(config: DataConfig) -> Tokenizer:
     """Byte-pair encoding trained on all sources, in the shares of their weights; from the cache if it has it."""
+    for _, part in config.parts:
+        if part.path is not None:
+            _refuse_training(part, part.path)
     corpora = {part: _list(part).sources for _, part in config.parts}
     facts = [(weight, _key(part, corpora[part], None)) for weight, part in config.parts]
     file = _cache(config) / f"bpe-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}.{TOKENIZER}"

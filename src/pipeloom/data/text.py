@@ -26,6 +26,7 @@ from pipeloom.data.prepared import (
     entry_of,
     given_tokenizer,
     in_several,
+    refuse_cache,
     shared_tokenizer,
     sizes_of,
     where,
@@ -79,6 +80,7 @@ def load_data(config: DataConfig, seed: int, stored: Mapping[str, str] | None = 
         UserError: the text is missing, unreadable or too short; the cache folder cannot be written; the tokenizer or
             its library is missing; or ``stored`` contradicts ``config``.
     """
+    refuse_cache(config)
     tokenizer, parts = _open(config, stored, check_split)
     return _data(config, seed, tokenizer, parts)
 

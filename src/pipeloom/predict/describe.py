@@ -1,6 +1,6 @@
 """Conversion of a run's configuration to the input of the cost model: run, cluster, training program."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -9,9 +9,9 @@ from typing import Any, TypeVar, get_args
 from pipeloom.calls import checked
 from pipeloom.catalog import find_name, load_cluster, load_software, read_model
 from pipeloom.config import ModelConfig, RunConfig, decided_problems, find_problems, with_pretrained
-from pipeloom.config.file import parse_run, read_run_file, without_stale_sizes
+from pipeloom.config.file import RunFile, given_in, open_run_file, parse_run, without_stale_sizes
 from pipeloom.config.paths import with_home
-from pipeloom.config.resumed import resumed_model, resumed_problems, run_file_of
+from pipeloom.config.resumed import passed_problems, resumed_model, resumed_problems, run_file_of
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software, with_optimizer
@@ -22,7 +22,7 @@ from pipeloom.predict.recipes import with_recipe
 from pipeloom.predict.stage_swaps import with_alike_stages
 from pipeloom.workload.dtypes import Dtype, Precision, precision_of, products_of
 from pipeloom.workload.layout import ONE_RANK
-from pipeloom.workload.model import NO_FORMULAS, shape_of
+from pipeloom.workload.model import NO_FORMULAS, OF_ADAPTED, shape_of
 from pipeloom.workload.optimizers import OPTIMIZERS
 from pipeloom.workload.run import Run
 
@@ -38,12 +38,16 @@ def model_named(name: str) -> ModelConfig:
     return ModelConfig(file=Path(name)) if preset is None else ModelConfig(preset=preset)
 
 
-def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
+def with_model_sizes(config: _Config, given: Collection[str] = ()) -> tuple[_Config, list[str]]:
     """The configuration with the settings of ``model.preset`` or ``model.file``, and their problems.
 
     The settings are sizes and, if the file has them, the epsilon of norms and the base of rotary positions. A setting
-    that differs from the file is a problem, unless it is the default. A run that resumes needs the file no more: its
-    checkpoint has the same.
+    that differs from the file is a problem, unless it is a default that is not given. A run that resumes needs the file
+    no more: its checkpoint has the same.
+
+    Args:
+        config: of a run.
+        given: names of the settings that run file and flags contain, such as ``model.num_layers``.
     """
     model = config.model
     if (model.preset is None) == (model.file is None):
@@ -60,14 +64,25 @@ def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
         source = "model.preset" if model.preset else "model.file"
         source = "checkpoint.init" if model.preset is None and model.file == config.checkpoint.init else source
         source += f" {name}"
+    return replace(config, model=sized), [*problems, *_other_sizes(model, sized, given, source)]
+
+
+def _other_sizes(model: ModelConfig, sized: ModelConfig, given: Collection[str], source: str) -> Iterator[str]:
+    """A sentence for each setting of a model that is set otherwise than its source sets it."""
     usual = sized.usual_values
     for item in fields(ModelConfig):
-        found, size = getattr(model, item.name), getattr(sized, item.name)
+        name, found, size = f"model.{item.name}", getattr(model, item.name), getattr(sized, item.name)
         size = usual.get(item.name) if size is None else size
-        if found not in (size, item.default):
-            wanted = f"must be {'unset' if size is None else size}, as in {source}"
-            problems.append(f"model.{item.name} {wanted}, found {found}; leave model.{item.name} out")
-    return replace(config, model=sized), problems
+        # None stands for what the file has, as in flags over a run file.
+        if found == item.default and (found is None or name not in given):
+            continue
+        is_read = sized.adapted is None or item.name in OF_ADAPTED
+        # Other values than the default may be those of a checkpoint, whose run file has them.
+        if not is_read and (found != size or found == item.default):
+            yield f"{name} has no effect on a model that classes of transformers compute, of {source}; leave it out"
+        elif found != size:
+            wanted = "unset" if size is None else size
+            yield f"{name} must be {wanted}, as in {source}, found {found}; leave {name} out"
 
 
 def pretrained_run(folder: Path, known: _Config) -> _Config:
@@ -86,7 +101,9 @@ def pretrained_run(folder: Path, known: _Config) -> _Config:
     )
 
 
-def completed(config: _Config, judge: Callable[..., list[str]]) -> tuple[_Config, list[str]]:
+def completed(
+    config: _Config, judge: Callable[..., list[str]], given: Collection[str] = ()
+) -> tuple[_Config, list[str]]:
     """The configuration with what other settings decide, and all of its problems.
 
     Decided are the sizes of its model, the tokenizer of its weights, and ``layout.loops`` of a family that takes only
@@ -95,15 +112,16 @@ def completed(config: _Config, judge: Callable[..., list[str]]) -> tuple[_Config
     Args:
         config: of a run.
         judge: returns the problems of a configuration; called with ``is_model_known``.
+        given: as of ``with_model_sizes``.
     """
-    unused = resumed_problems(config)
+    passed, unused = passed_problems(config), resumed_problems(config)
     if unused:  # what follows from them is not a problem of its own
         own = replace(config.checkpoint, init=None)
         config = replace(config, checkpoint=own, adapter=replace(config.adapter, init=None))
     config, problems = with_model_sizes(
-        with_pretrained(with_recipe(config.with_known_loops().with_most_microbatches()))
+        with_pretrained(with_recipe(config.with_known_loops().with_most_microbatches())), given
     )
-    return config, [*unused, *problems, *judge(config, is_model_known=not problems)]
+    return config, [*unused, *passed, *problems, *judge(config, is_model_known=not problems)]
 
 
 def described_problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
@@ -144,13 +162,13 @@ def load_run(file: str | Path | None = None, **sections: Mapping[str, Any]) -> R
     resume = sections.get("checkpoint", {}).get("resume")
     if file is None and isinstance(resume, str | Path):
         file = run_file_of(Path(resume))
-    config, problems = parse_run({}) if file is None else read_run_file(Path(file))
+    own = RunFile(*parse_run({}), frozenset()) if file is None else open_run_file(Path(file))
+    config, problems, given = own
     if sections:
-        given = config
-        config, found = parse_run(sections, given)
-        config = without_stale_sizes(config, given)
+        config, found = parse_run(sections, own.config)
+        config = without_stale_sizes(config, own.config)
         problems += found
-    config, found = completed(with_home(config), partial(find_problems, trains=False))
+    config, found = completed(with_home(config), partial(find_problems, trains=False), given | given_in(sections))
     problems += found
     if problems:
         raise ConfigError(problems, str(file or "the run"))

@@ -86,8 +86,7 @@ def copy_bytes(config: RunConfig, run: Run, software: Software) -> tuple[float, 
         run: model and layout.
         software: with the optimizer's state.
     """
-    checkpoint = config.checkpoint
-    if not checkpoint.background or (checkpoint.every is None and not checkpoint.every_s) or not software.has_lanes:
+    if not config.checkpoint.background or not config.saves_between_steps or not software.has_lanes:
         return (0.0,) * run.pp
     return _written_bytes(config, run, software)
 

@@ -17,7 +17,8 @@ PROMISES = tuple(field.name for field in fields(Promises))
 """Attributes of ``Schedule`` that are limits or partners, which a file contains in addition to the rows."""
 _OWN = frozenset({"max_stage_inputs", "partners"})
 """Promises that depend on the order alone; no setting of a run decides them."""
-_MOVED_BY = {Kind.EVICT: "balance", Kind.OFFLOAD: "offload"}
+MOVED_BY = {Kind.EVICT: "balance", Kind.OFFLOAD: "offload"}
+"""Kind of an action that moves activations -> the setting of ``schedule`` that allows it."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class ScheduleFile:
     def _moves(self, recipe: Mapping[str, str]) -> Iterator[str]:
         """Moves that the run does not allow, or that have no partner."""
         for rank, slot, action in self.schedule.actions():
-            setting = _MOVED_BY.get(action.kind)
+            setting = MOVED_BY.get(action.kind)
             if setting is not None and setting not in recipe:
                 yield f"rank {rank}, slot {slot}: {action}, but the run has no schedule.{setting}"
             elif action.kind is Kind.EVICT and self.schedule.partners is None:

@@ -134,6 +134,8 @@ class Restarts:
         fewer = with_fewer_ranks(self.config) if self.config.restart.layout == "plan" else None
         if fewer is None:
             error.add_note(f"rank {rank} has failed {self._failures[rank]} times, more often than restart.times")
+            if self.config.restart.layout == "plan":
+                error.add_note("restart.layout plan: no layout of fewer ranks takes the batch and the other settings")
             raise error
         self.config = fewer
         self._failures.clear()  # the ranks have other numbers now

@@ -59,18 +59,17 @@ def check_memory(config: RunConfig, *, verifies: bool = False, trains: bool = Tr
     # The reference runs on rank 0 alone, so its host needs memory for a whole model.
     if verifies and is_first() and on_cpu:
         on_host |= reference_bytes(config)
-    _refuse_beyond(on_host, available_memory(), f"{count(processes.total(), 'process')} of this run")
+    _refuse_beyond(on_host, available_memory(), _processes(processes.total()))
     largest = max(by_rank.values(), key=lambda parts: sum(parts.values()))
-    _refuse_beyond(largest, address_space(), "a process of this run")
+    _refuse_beyond(largest, address_space(), "a process of this run takes")
     # With a device budget the schedule itself stays within it.
     if not on_cpu and config.schedule.budget_bytes is None:
         # Total memory of a device, not free memory: other processes may end, and only a run that can never fit is
         # refused (decision 33).
         whole = (torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count()))
         fullest = max(processes, key=lambda rank: sum(needs[rank].device.values()))
-        _refuse_beyond(
-            needs[fullest].device, Available(min(whole, default=inf), "there"), f"a device of pipeline rank {fullest}"
-        )
+        there = Available(min(whole, default=inf), "there")
+        _refuse_beyond(needs[fullest].device, there, f"a device of pipeline rank {fullest} takes")
 
 
 def _check_adapted(config: RunConfig, text: str, *, verifies: bool, trains: bool) -> None:
@@ -88,7 +87,7 @@ def _check_adapted(config: RunConfig, text: str, *, verifies: bool, trains: bool
         parts["the optimizer's state"] = number * config.optimizer.rule.state_bytes * here
     if verifies and is_first():
         parts["the reference's weights and gradients"] = 2 * size
-    _refuse_beyond(parts, available_memory(), f"{count(processes, 'process')} of this run")
+    _refuse_beyond(parts, available_memory(), _processes(processes))
 
 
 def check_kept(config: RunConfig) -> None:
@@ -120,13 +119,17 @@ def processes_here(config: RunConfig) -> Counter[int]:
     return Counter(layout.coordinates(rank).pipeline for rank in here)
 
 
+def _processes(number: int) -> str:
+    return f"{count(number, 'process')} of this run {'takes' if number == 1 else 'take'}"
+
+
 def _refuse_beyond(parts: Parts, available: Available, who: str) -> None:
     needed = sum(parts.values())
     if needed <= available.size_bytes:
         return
     largest = max(parts, key=lambda name: parts[name])
     raise HostError(
-        f"not enough memory: {who} take at least {format_bytes(needed, rounds_up=True)}, "
+        f"not enough memory: {who} at least {format_bytes(needed, rounds_up=True)}, "
         f"{format_bytes(available.size_bytes)} are {available.source}; the largest part is {largest}, "
         f"{format_bytes(parts[largest])}; {_ADVICE.get(largest, _OF_STATE)}"
     )

@@ -23,6 +23,7 @@ from pipeloom.checkpoint.checkpoint_folder import (
 )
 from pipeloom.config import RunConfig, training_problems
 from pipeloom.config.file import read_run_file
+from pipeloom.config.run import value_of
 from pipeloom.data.text import Data
 from pipeloom.errors import ConfigError, Interrupted, RunError, UserError, WorkerError
 from pipeloom.execute.processes.world import World, is_first, is_launched
@@ -342,10 +343,13 @@ def _announce(config: RunConfig, say: _Say) -> None:
         # Not a problem: a trial of a few steps of a run file is common.
         reached = f"at most {steps / rising:.0%} of optimizer.lr"
         lines["rate"] = f"{reached}, since optimizer.lr_warmup_steps {rising:,} are more than training.steps {steps:,}"
-    if config.adapter.rank is not None and config.checkpoint.start is None:
+    if long := [f"{name} {value_of(config, name)}" for name in _PERIODS if (value_of(config, name) or 0) > steps]:
+        lines["period"] = f"no effect in this run of {count(steps, 'step')}: {', '.join(long)}"
+    if config.checkpoint.start is None and (name := _frozen_by(config)) is not None:
+        what = "trains adapters of" if config.adapter.rank is not None else "keeps"
         lines["warning"] = (
-            f"adapter.rank {config.adapter.rank} trains adapters of random weights, which stay as they are; start from "
-            "trained ones with --checkpoint.init DIR, or leave adapter.rank out"
+            f"{name} {value_of(config, name)} {what} random weights, which stay as they are; start from trained ones "
+            f"with --checkpoint.init DIR, or leave {name} out"
         )
     if schedule.budget_bytes is not None:
         home = "memory of the host" if schedule.swap_folder is None else f"files in {schedule.swap_folder}"
@@ -353,6 +357,19 @@ def _announce(config: RunConfig, say: _Say) -> None:
         lines[what] = f"stored in {home}; at most {format_bytes(schedule.budget_bytes)} of them on the device"
     for name, text in lines.items():
         say(f"{name:<{_INDENT}}{text}")
+
+
+_PERIODS = (
+    *("training.validate_every", "training.check_every", "training.divide_every"),
+    *("checkpoint.every", "checkpoint.keep_every", "restart.keep_every"),
+)
+"""Settings of which each is a number of steps between two of a kind."""
+
+
+def _frozen_by(config: RunConfig) -> str | None:
+    """The setting that keeps weights as they are; ``None`` if all are trained."""
+    names = ("adapter.rank", "training.freeze_layers")
+    return next((name for name in names if value_of(config, name) is not None), None)
 
 
 def _whole_step(config: RunConfig) -> str:

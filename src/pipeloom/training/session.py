@@ -206,6 +206,11 @@ def load_tokens(config: RunConfig) -> Tokens:
     path = config.checkpoint.start
     assert path is not None
     if is_hugging_face(path):
+        if config.data.tokenizer == "bpe":
+            raise UserError(
+                f"data.tokenizer bpe is trained on a text, found none beside {path}; set it to the tokenizer of the "
+                "weights: a tokenizer.json, a folder with one, or bytes"
+            )
         return Tokens(given_tokenizer(config.data, None) or ByteTokenizer())
     stored = read_tokenizer(path)
     if stored is None:

@@ -229,12 +229,11 @@ class Layout(WithAxes):
         *first, last = map(str, self.own_microbatches)
         return f"{', '.join(first)} and {last} micro-batches"
 
-    def with_most_microbatches(self) -> "Layout":
-        """The layout with ``num_microbatches`` of the replica with most, unless that was given and is wrong."""
-        own, given = self.own_microbatches, self.num_microbatches
-        if not own or given not in (Layout.num_microbatches, max(own)):
-            return self
-        return replace(self, num_microbatches=max(own))
+    def with_most_microbatches(self, old: "Layout | None" = None) -> "Layout":
+        """With ``num_microbatches`` of the replica with most, in place of the default or of an old layout's."""
+        own, old = self.own_microbatches, old or Layout()
+        is_old = self.num_microbatches == old.num_microbatches and own != old.own_microbatches
+        return replace(self, num_microbatches=max(own)) if own and is_old else self
 
     def of_replica(self, replica: int) -> "Layout":
         """The layout of the schedule of a replica: with its number of micro-batches for all."""

@@ -18,6 +18,8 @@ NO_FORMULAS = (
 )
 _NO_SIZES = ("preset", "file", "balance", "balance_weight", "balance_rate", "expert_capacity")
 """Settings of a model that are none of its sizes."""
+OF_ADAPTED = frozenset(("preset", "file", "adapted", "num_layers", "hidden_size", "vocab_size", "tied"))
+"""Settings with an effect on a model that classes of transformers compute."""
 Balance = Literal["batch", "microbatch", "bias", "none"]
 """What keeps the loads of experts equal."""
 BLOCK = 64

@@ -15,11 +15,13 @@ from pipeloom.cli import main
 from pipeloom.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, OutputConfig, TrainingConfig
 from pipeloom.config.file import read_run_file
 from pipeloom.data.text import load_data
+from pipeloom.errors import UserError
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.model import Transformer
 from pipeloom.model.cross_entropy import summed_cross_entropy
 from pipeloom.training.conversions.converted import read_run
+from pipeloom.training.conversions.merge import Sources, _write
 from pipeloom.training.conversions.router_training import Mixed
 from pipeloom.training.conversions.routers import Routers, block_of, parse_routers, read_routers, routed_blocks
 from pipeloom.training.pipeline import Pipeline
@@ -235,6 +237,38 @@ def test_wrong_merges_are_one_message_and_nothing_is_written(runs, tmp_path, cap
     )
     assert main(merging(base, out, small, large, "--method", "pwe", "--preference", "0.7", "0.7")) == 2
     assert "--preference must have numbers of at least 0 that add up to 1, found 0.7 0.7" in capsys.readouterr().err
+    assert main(merging(base, out, small, large, "--weights", "nan", "1")) == 2
+    assert "--weights must have finite numbers, found nan 1" in capsys.readouterr().err
+    words = ("--method", "pwe", "--weights", "1", "inf", "--preference", "inf", "-inf")
+    assert main(merging(base, out, small, large, *words)) == 2
+    found = capsys.readouterr().err
+    assert "--weights must have finite numbers, found 1 inf" in found
+    assert "--preference must have finite numbers, found inf -inf" in found
+    assert not out.exists()
+
+
+def test_outputs_of_a_model_that_are_not_finite_are_one_message(runs, tmp_path, capfd):
+    base, small, _ = runs
+    out = tmp_path / "out"
+    assert main(merging(base, out, small, "--weights", "1e100")) == 0
+    assert main(["evaluate", str(out), "--json"]) == 1
+    written = capfd.readouterr()
+    assert "step-000003 must be finite, found nan; its weights are" in written.err
+    assert '"loss"' not in written.out
+    for temperature in ("0", "1"):
+        words = ["--prompt", "a", "--max-tokens", "2", "--temperature", temperature]
+        assert main(["generate", str(out), *words]) == 1
+        written = capfd.readouterr().err
+        assert "the logits of a token must be finite, found nan; its weights are" in written
+        assert "Traceback" not in written
+
+
+def test_weights_that_make_parameters_infinite_are_refused(runs, tmp_path):
+    base, small, _ = runs
+    out = tmp_path / "out"
+    sources = Sources(read_run(find_checkpoint(base)), (read_run(find_checkpoint(small)),))
+    with pytest.raises(UserError, match=r"the merge makes \d+ parameters NaN or infinite, such as embedding"):
+        _write(out, sources, lambda _: [1e400], {})
     assert not out.exists()
 
 

@@ -175,6 +175,8 @@ def test_an_exported_folder_has_the_loss_of_its_run(trained, tmp_path, capfd):
     assert "data.path must be set" in problems
     assert "data.tokenizer must be set" in problems
     assert main(["generate", str(out), "--prompt", "a", "--max-tokens", "2", "--data.tokenizer", "bytes"]) == 0
+    assert main(["generate", str(out), "--prompt", "a", "--max-tokens", "2", "--data.tokenizer", "bpe"]) == 2
+    assert "data.tokenizer bpe is trained on a text, found none beside" in capfd.readouterr().err
 
 
 def test_draws_depend_on_seed_and_place_alone(trained):

@@ -52,6 +52,9 @@ _LARGEST_ERROR = 1e-6
 _ADAPTERS = "it has adapters; give the folder that `pipeloom export {} FOLDER --format hf --merge` writes"
 
 
+_SMALLER = "use smaller --weights, and models of finite weights"
+
+
 class Sources(NamedTuple):
     """What is merged: the base, and models that were trained from it."""
 
@@ -79,7 +82,8 @@ def merge(run: Path, folder: Path, models: Sequence[Path], weights: Sequence[flo
 
     Raises:
         ConfigError: everything that is wrong: models that cannot be read, are unlike the base or start elsewhere, a
-            folder that exists, a wrong number of weights; ``UserError`` for weights that are NaN or infinite.
+            folder that exists, weights that are not finite or too many or few; ``UserError`` for parameters that are
+            NaN or infinite.
         RunError: the files cannot be written; nothing is left behind.
     """
     weights = _equal(models) if weights is None else weights
@@ -149,11 +153,15 @@ def _number_problems(what: str, numbers: Sequence[float], models: Sequence[Path]
     found = [] if models else ["--models is missing: runs that were trained from RUN"]
     if models and len(numbers) != len(models):
         found.append(f"--{what} takes a number for each of {count(len(models), 'model')}, found {len(numbers)}")
+    if not all(map(math.isfinite, numbers)):
+        found.append(f"--{what} must have finite numbers, found {_shown(numbers)}")
     return found
 
 
 def _preference_problems(preference: Sequence[float], models: Sequence[Path]) -> list[str]:
     found = _number_problems("preference", preference, models)
+    if not all(map(math.isfinite, preference)):
+        return found
     total = math.fsum(preference)
     if min(preference, default=0.0) < 0 or abs(total - 1) > _LARGEST_ERROR:
         found.append(f"--preference must have numbers of at least 0 that add up to 1, found {_shown(preference)}")
@@ -261,4 +269,8 @@ def _tensors(sources: Sources, weights_of: WeightsOf) -> dict[str, Tensor]:
         # What a narrow base would round away, a model may have learned.
         dtype = reduce(torch.promote_types, (one.dtypes[name] for one in (base, *models)))
         found[MODEL + name] = merged(base.whole(name).to(dtype), [one.whole(name) for one in models], weights_of(name))
+    if wrong := [name.removeprefix(MODEL) for name, one in found.items() if not one.isfinite().all()]:
+        raise UserError(
+            f"the merge makes {count(len(wrong), 'parameter')} NaN or infinite, such as {wrong[0]}; {_SMALLER}"
+        )
     return found

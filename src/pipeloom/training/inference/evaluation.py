@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from math import exp
+from math import exp, isfinite
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,9 +16,10 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from pipeloom.config import RunConfig
 from pipeloom.data.text import Data, Whole
 from pipeloom.data.windows import Windows
+from pipeloom.errors import RunError
 from pipeloom.execute.processes.world import World, is_first
 from pipeloom.terminal.progress import Bar
-from pipeloom.training.inference.trained import check_trained, load_trained, reads_start, with_trained
+from pipeloom.training.inference.trained import NOT_FINITE, check_trained, load_trained, reads_start, with_trained
 from pipeloom.training.memory_check import check_memory
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.session import check_processes, load_text, load_whole_text, resolve, run_on_all_ranks
@@ -105,7 +106,7 @@ def evaluate_run(
 
     Raises:
         UserError: there is no undamaged checkpoint; it is of another model; the text or the host does not fit.
-        WorkerError: a process failed.
+        RunError: the loss is not finite; or a process failed.
     """
     check_processes(config)
     check_memory(config, trains=False)
@@ -115,7 +116,10 @@ def evaluate_run(
         if is_first():
             # Tokenized once, before the processes start; they read the tokens from the cache.
             check_trained(resolve(config, load(config)))
-        return run_on_all_ranks(config, partial(_evaluate, num_batches), load=load)
+        found = run_on_all_ranks(config, partial(_evaluate, num_batches), load=load)
+    if found is not None and not isfinite(found.loss):
+        raise RunError(f"the loss of {found.checkpoint} must be finite, found {found.loss}; {NOT_FINITE}")
+    return found
 
 
 def _evaluate(num_batches: int | None, config: RunConfig, world: World, data: Data | Whole) -> Evaluation | None:

@@ -26,14 +26,14 @@ from torch import Tensor
 from pipeloom.config import RunConfig
 from pipeloom.config.layout_problems import NO_CACHE
 from pipeloom.data.tokenizer import Tokenizer
-from pipeloom.errors import UserError
+from pipeloom.errors import RunError, UserError
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.stage import Continued
 from pipeloom.model import KeyValueCache
 from pipeloom.model.visible_keys import Documents
 from pipeloom.terminal.words import count
 from pipeloom.training.inference.ends import end_tokens
-from pipeloom.training.inference.trained import check_trained, load_trained, reads_start, with_trained
+from pipeloom.training.inference.trained import NOT_FINITE, check_trained, load_trained, reads_start, with_trained
 from pipeloom.training.memory_check import check_memory
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.session import Tokens, check_processes, load_tokens, resolve, run_on_all_ranks
@@ -158,7 +158,7 @@ def generate(config: RunConfig, run: Path, request: Request, *, streams: bool = 
     Raises:
         UserError: there is no undamaged checkpoint, it is of another model, a prompt is too long, or the host lacks
             memory.
-        WorkerError: a process failed.
+        RunError: the logits are not finite; or a process failed.
     """
     if config.model.adapted is not None:
         raise UserError(NO_CACHE)
@@ -415,9 +415,14 @@ def draw(logits: Tensor, sampling: Sampling, draws: torch.Generator) -> int:
         logits: ``[vocab_size]``.
         sampling: how.
         draws: random numbers.
+
+    Raises:
+        RunError: the logits are not finite.
     """
     # On the CPU in float64, so that a seed draws the same tokens on every device.
     logits = logits.double().cpu()
+    if not logits.isfinite().all():
+        raise RunError(f"the logits of a token must be finite, found {logits[~logits.isfinite()][0]:g}; {NOT_FINITE}")
     if sampling.temperature == 0:
         return int((logits == logits.max()).nonzero()[0])  # argmax may return any of equal ones
     logits = logits / sampling.temperature

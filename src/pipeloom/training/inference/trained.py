@@ -14,6 +14,12 @@ from pipeloom.training.checkpoints.checkpoint import Checkpoints
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.pretrained import PretrainedWeights, read_weights
 
+NOT_FINITE = (
+    "its weights are NaN, infinite, or too large for training.dtype; use an earlier checkpoint, or --training.dtype "
+    "float32"
+)
+"""Why outputs of a model are not finite, and what to do."""
+
 
 class Trained(NamedTuple):
     """Weights that were read.
