@@ -348,7 +348,7 @@ def _sections(options: Options, hazard: _Hazard, stops: Stops, walks: list[_Walk
 
 
 def _shown_layouts(nodes: int, walks: list[_Walked]) -> Iterator[tuple[int, str, OnNodes, SimulatedStep]]:
-    """Number of nodes that are up, way to continue, what it runs on them, and its step; without those that have none."""
+    """Number of nodes that are up, way to continue, what it runs on them, and its step; without those without one."""
     for number in range(nodes, max(-1, nodes - 1 - _SHOWN), -1):
         for one in walks:
             if (on := one.layouts.get(number)) is not None and on.step is not None:

@@ -1,0 +1,68 @@
+"""Options that are on the command line and have no effect are refused, also those with their default value."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeloom.cli import main
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TABLE = str(EXAMPLES / "measured.csv")
+RUN = str(EXAMPLES / "run.toml")
+LAUNCH = ("launch", RUN, "--out", "start", "--to")
+REFUSED = {
+    ("validate", TABLE, "--fit", "f.toml", "--plot", "p.svg", "--groups"): [
+        "--groups, --plot have no effect with --fit; leave them out"
+    ],
+    ("validate", "--stage-times", TABLE, "--sets", "a", "--models", "b", "--attentions", "flash2", "--cluster", "c",
+     "--software", "d", "--fit", "f.toml", "--plot", "p.svg", "--groups", "--parameters", "matmul"): [
+        ("--sets, --models, --attentions, --cluster, --software, --fit, --parameters, --groups, --plot have no effect "
+         "with --stage-times; leave them out")
+    ],
+    ("validate", TABLE, "--parameters", "matmul", "--groups", "--json"): [
+        "--parameters has no effect without --fit; give both or leave it out",
+        "--groups has no effect with --json; leave it out",
+    ],
+    (*LAUNCH, "torchrun", "--image", "a", "--name", "pipeloom", "--volume", "x:/y", "--time-limit", "24:00:00"): [
+        "--name, --time-limit, --image, --volume have no effect on torchrun; leave them out"
+    ],
+    (*LAUNCH, "slurm", "torchrun", "--image", "a", "--name", "b"): [
+        "--image has no effect on slurm, torchrun; leave it out"
+    ],
+    (*LAUNCH, "kubeflow", "--image", "a", "--time-limit", "1:00:00", "--layout.pp", "0"): [
+        "--time-limit has no effect on kubeflow; leave it out",
+        "layout.pp must be at least 1, found 0",
+    ],
+    (*LAUNCH[:-1], "--volume", "x:/y"): ["--volume has no effect without --image; give both or leave it out"],
+}  # fmt: skip
+"""Words of a command -> what is refused, in one message."""
+
+
+@pytest.mark.parametrize(("words", "sentences"), REFUSED.items(), ids=[" ".join(words)[:80] for words in REFUSED])
+def test_an_option_without_an_effect_is_refused(capsys, tmp_path, monkeypatch, words, sentences):
+    monkeypatch.chdir(tmp_path)
+    assert main(list(words)) == 2
+    error = capsys.readouterr().err
+    assert [sentence for sentence in sentences if f"  - {sentence}\n" not in error] == [], error
+    assert error.count("no effect") == sum("no effect" in sentence for sentence in sentences), error
+    assert not list(tmp_path.iterdir())
+
+
+USED = [
+    ("validate", TABLE, "--groups"),
+    (*LAUNCH, "slurm", "torchrun", "--name", "b", "--time-limit", "1:00:00"),
+    (*LAUNCH[:-1], "--image", "a", "--volume", "x:/y"),
+]
+
+
+@pytest.mark.parametrize("words", USED, ids=" ".join)
+def test_the_same_options_are_taken_where_they_have_one(capsys, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    assert main(list(words)) == 0, capsys.readouterr().err
+
+
+def test_what_follows_from_a_wrong_value_is_not_reported(capsys):
+    assert main(["validate", TABLE, "--parameters", "matmul", "--fit"]) == 2
+    error = capsys.readouterr().err
+    assert "--fit must be a path, found nothing" in error
+    assert "no effect" not in error
