@@ -34,6 +34,24 @@ REFUSED = {
         "layout.pp must be at least 1, found 0",
     ],
     (*LAUNCH[:-1], "--volume", "x:/y"): ["--volume has no effect without --image; give both or leave it out"],
+    ("profile", "--processes", "1", "--seq", "128", "--micro-batches", "1", "--tp", "1", "--recompute", "none",
+     "--sequence-parallel"): [
+        ("--seq, --micro-batches, --tp, --recompute, --sequence-parallel have no effect without --model; give that or "
+         "leave them out")
+    ],
+    ("profile", "--processes", "0", "--model", "nowhere", "--no-sequence-parallel"): [
+        "--no-sequence-parallel has no effect without --tp of at least 2; give both or leave it out",
+        "--processes must be at least 1, found 0",
+    ],
+    ("survive", RUN, "--trace", "f.csv", "--checkpoint-time", "20s", "--repair-time", "1d", "--move-time", "1s"): [
+        "--repair-time has no effect with --trace; leave it out",
+        "--move-time has no effect without --rebalance-every; give both or leave it out",
+    ],
+    ("slices", RUN, "--layout.token-slices", "4"): [
+        ("--layout.token-slices has no effect on slices; leave it out (a run file may have the setting for other "
+         "commands)")
+    ],
+    (*LAUNCH, "slurm", "slurm"): ["--to has slurm more than once; give each value once"],
 }  # fmt: skip
 """Words of a command -> what is refused, in one message."""
 

@@ -1,10 +1,11 @@
-"""Refuses options that are on the command line and have no effect, as a command declares them (``Command.idle``).
+"""Refuses options that are on the command line and have no effect, as a command declares them (``Command.idle``), and
+equal values in a list.
 
 An option is given if its flag is on the command line, also with the default value. ``pipeloom.config.problems`` has the
 same for the settings of a run file.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -35,9 +36,7 @@ def each(names: Iterable[str], *reasons: Idle[Any]) -> Mapping[str, Sequence[Idl
 
 
 def idle_problems(command: Command[Any], words: Sequence[str]) -> list[str]:
-    """A sentence for the options of a command line that have no effect for the same reason, with the first reason."""
-    if not command.idle:
-        return []
+    """A sentence for the options of a command line that have no effect for the same reason, and for repeated values."""
     found, known = read_words(command, words), {one.name: one for one in options_of(command)}
     options = _read(command, found, known)
     idle: dict[str, list[str]] = {}
@@ -45,8 +44,9 @@ def idle_problems(command: Command[Any], words: Sequence[str]) -> list[str]:
         why = next((text for reason in reasons if (text := reason(options))), "") if name in found.values else ""
         # What follows from a wrong value is not a problem of its own.
         if why and not any(flag in why.split() for wrong in found.wrong for flag in known[wrong].flags):
-            idle.setdefault(why, []).append(known[name].flags[0])
-    return [_sentence(flags, why) for why, flags in idle.items()]
+            flags = known[name].flags
+            idle.setdefault(why, []).append(flags[-1] if found.values[name] is False else flags[0])
+    return [*(_sentence(flags, why) for why, flags in idle.items()), *_repeated(command, found, known)]
 
 
 def with_idle_check(
@@ -65,6 +65,14 @@ def _sentence(flags: Sequence[str], why: str) -> str:
     leave = "leave it out" if is_one else "leave them out"
     advice = f"give {'both' if is_one else 'that'} or {leave}" if gives else leave
     return f"{', '.join(flags)} {'has' if is_one else 'have'} no effect {why}; {advice}"
+
+
+def _repeated(command: Command[Any], found: Words, known: Mapping[str, Option]) -> Iterator[str]:
+    for name, value in found.values.items():
+        if isinstance(value, tuple) and not known[name].group and name not in command.repeatable:
+            twice = [str(one) for one in dict.fromkeys(value) if value.count(one) > 1]
+            if twice:
+                yield f"{known[name].flags[0]} has {', '.join(twice)} more than once; give each value once"
 
 
 def _read(command: Command[Any], found: Words, known: Mapping[str, Option]) -> Any:

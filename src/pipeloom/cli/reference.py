@@ -62,6 +62,7 @@ class Command(Generic[Options_]):
         default: the run without a file and flags; ``None`` for the defaults of the class.
         retired: flags that there were -> what to use instead.
         idle: names of options that have no effect with some others -> when; ``pipeloom.cli.idle`` refuses them.
+        repeatable: names of lists whose values may be equal.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Command(Generic[Options_]):
     default: RunConfig | None = None
     retired: Mapping[str, str] = field(default_factory=dict)
     idle: Mapping[str, Sequence[Idle[Options_]]] = field(default_factory=dict)
+    repeatable: tuple[str, ...] = ()
 
     @property
     def needs_run(self) -> bool:
@@ -266,6 +268,12 @@ def _is_in(option: Option, settings: tuple[str, ...]) -> bool:
 def settings_of_runs() -> tuple[Option, ...]:
     """Every setting of a run file, as an option."""
     return tuple(_options(RunConfig))
+
+
+def all_but(section: str, *left_out: str) -> tuple[str, ...]:
+    """The names of a section's settings without some, as ``Command.settings`` has them."""
+    keys = [item.name for item in fields(getattr(RunConfig(), section))]
+    return tuple(f"{section}.{key}" for key in keys if key not in left_out)
 
 
 def section_text(section: str) -> str:

@@ -240,6 +240,12 @@ def test_a_prompt_may_have_several_lines(trained, capfd):
         (["--prompt", "a", "--layout.dp", "2"], "--layout.dp has no effect on generate"),
         (["--prompt", "a", "--layout.pp", "9"], "need"),
         (["--prompts", "nowhere.txt"], "cannot read nowhere.txt"),
+        (["--prompt", "a", "--layout.loops", "auto"], "set a number of layout.loops"),
+        (["--prompt", "a", "--layout.loops", "auto", "--layout.pp", "2"], "set a number of layout.loops"),
+        (
+            ["--prompt", "a", "--temperature", "0", "--top-k", "3", "--top-p", "1", "--seed", "0"],
+            "--top-k, --top-p, --seed have no effect with --temperature 0; leave them out",
+        ),
     ],
 )
 def test_what_cannot_be_generated_is_refused(trained, capsys, words, message):
