@@ -10,6 +10,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TABLE = str(EXAMPLES / "measured.csv")
 RUN = str(EXAMPLES / "run.toml")
 LAUNCH = ("launch", RUN, "--out", "start", "--to")
+PLAN = ("plan", "--model", "gpt-6.6b", "--cluster", "dgx-a100", "--global-batch", "64", "--seq", "1024", "--no-explain",
+        "--best", "1", "--devices")  # fmt: skip
 REFUSED = {
     ("validate", TABLE, "--fit", "f.toml", "--plot", "p.svg", "--groups"): [
         "--groups, --plot have no effect with --fit; leave them out"
@@ -51,6 +53,25 @@ REFUSED = {
         ("--layout.token-slices has no effect on slices; leave it out (a run file may have the setting for other "
          "commands)")
     ],
+    (*PLAN, "8", "--pp", "1", "--tp", "1", "--boundary", "int8", "--search-orders", "3", "--strategies", "balance",
+     "none", "order", "--sequence-parallel", "off"): [
+        "--boundary has no effect in layouts of one pipeline rank; leave it out",
+        "--sequence-parallel has no effect in layouts of one tensor-parallel rank; leave it out",
+        "--strategies balance has no effect: every layout has one pipeline rank; leave it out",
+        "--search-orders has no effect: every layout has one pipeline rank; leave it out",
+    ],
+    (*PLAN, "2", "--dp", "1", "--shards", "full"): [
+        "--shards has no effect in layouts of one data-parallel rank; leave it out"
+    ],
+    (*PLAN, "1", "--shards", "full", "--boundary", "int8", "--strategies", "slices"): [
+        "--shards has no effect in layouts of one data-parallel rank; leave it out",
+        "--boundary has no effect in layouts of one pipeline rank; leave it out",
+        "--strategies slices has no effect: every layout has one pipeline rank; leave it out",
+    ],
+    (*PLAN, "2", "4", "--strategies", "swap", "none"): [
+        "--strategies swap has no effect: stages are swapped through one device alone; leave it out"
+    ],
+    (*PLAN, "2", "2"): ["--devices has 2 more than once; give each value once"],
     (*LAUNCH, "slurm", "slurm"): ["--to has slurm more than once; give each value once"],
 }  # fmt: skip
 """Words of a command -> what is refused, in one message."""
@@ -67,6 +88,7 @@ def test_an_option_without_an_effect_is_refused(capsys, tmp_path, monkeypatch, w
 
 
 USED = [
+    (*PLAN, "1", "8", "--strategies", "swap", "none", "--shards", "full", "--boundary", "int8"),
     ("validate", TABLE, "--groups"),
     (*LAUNCH, "slurm", "torchrun", "--name", "b", "--time-limit", "1:00:00"),
     (*LAUNCH[:-1], "--image", "a", "--volume", "x:/y"),

@@ -46,7 +46,7 @@ def idle_problems(command: Command[Any], words: Sequence[str]) -> list[str]:
         if why and not any(flag in why.split() for wrong in found.wrong for flag in known[wrong].flags):
             flags = known[name].flags
             idle.setdefault(why, []).append(flags[-1] if found.values[name] is False else flags[0])
-    return [*(_sentence(flags, why) for why, flags in idle.items()), *_repeated(command, found, known)]
+    return [*(idle_sentence(flags, why) for why, flags in idle.items()), *_repeated(command, found, known)]
 
 
 def with_idle_check(
@@ -60,7 +60,8 @@ def with_idle_check(
     return both
 
 
-def _sentence(flags: Sequence[str], why: str) -> str:
+def idle_sentence(flags: Sequence[str], why: str) -> str:
+    """That flags have no effect for a reason such as ``without --fit`` or ``with --trace``, and what to do."""
     is_one, gives = len(flags) == 1, why.startswith("without ")
     leave = "leave it out" if is_one else "leave them out"
     advice = f"give {'both' if is_one else 'that'} or {leave}" if gives else leave
