@@ -12,6 +12,7 @@ RUN = str(EXAMPLES / "run.toml")
 LAUNCH = ("launch", RUN, "--out", "start", "--to")
 PLAN = ("plan", "--model", "gpt-6.6b", "--cluster", "dgx-a100", "--global-batch", "64", "--seq", "1024", "--no-explain",
         "--best", "1", "--devices")  # fmt: skip
+NO_SPLIT = "--split-backward has no effect: the schedule has no whole backward to split; leave it out"
 REFUSED = {
     ("validate", TABLE, "--fit", "f.toml", "--plot", "p.svg", "--groups"): [
         "--groups, --plot have no effect with --fit; leave them out"
@@ -53,6 +54,37 @@ REFUSED = {
         ("--layout.token-slices has no effect on slices; leave it out (a run file may have the setting for other "
          "commands)")
     ],
+    ("schedule", "1f1b", "--receive-buffers", "2", "--json", "--format", "text"): [
+        "--receive-buffers has no effect without --communication",
+        "--json and --format text disagree; choose one",
+    ],
+    ("schedule", "forward-only", "--backward", "2", "--reduce-grad", "--update", "at-once", "--balance"): [
+        "--backward has no effect: the schedule has no backward; leave it out",
+        "--reduce-grad has no effect: the schedule has no backward; leave it out",
+        "--update has no effect: the schedule has no backward; leave it out",
+        "--balance has no effect: the schedule has no backward; leave it out",
+    ],
+    ("schedule", "forward-only", "--split-backward", "0"): [NO_SPLIT],
+    ("schedule", "zb-h1", "--split-backward", "end"): [NO_SPLIT],
+    ("schedule", "gpipe", "--pp", "1", "--transfer", "0", "--communication", "--placement", "v", "--balance"): [
+        "--communication has no effect: there is one pipeline rank; leave it out",
+        "--transfer has no effect: there is one pipeline rank; leave it out",
+        "--placement has no effect: there is one pipeline rank; leave it out",
+        "--balance has no effect: there is one pipeline rank; leave it out",
+    ],
+    ("schedule", "1f1b", "--gather", "0"): [
+        "--gather has no effect: the schedule has no UNSHARD; add --unshard or leave it out"
+    ],
+    ("schedule", "1f1b", "--format", "torch-csv", "--forward", "1", "--backward", "9"): [
+        "--forward, --backward have no effect with --format torch-csv; leave them out"
+    ],
+    ("schedule", "--run", RUN, "--format", "text", "--forward", "2", "--num-microbatches", "8"): [
+        "--forward has no effect with --format text of a run; leave it out",
+        f"{RUN}: the run contains the whole schedule, so --num-microbatches has no effect; leave it out",
+    ],
+    ("schedule", "s.txt", "--num-microbatches", "8", "--pp", "4"): [
+        "s.txt contains the whole schedule, so --pp, --num-microbatches have no effect; leave them out"
+    ],
     (*PLAN, "8", "--pp", "1", "--tp", "1", "--boundary", "int8", "--search-orders", "3", "--strategies", "balance",
      "none", "order", "--sequence-parallel", "off"): [
         "--boundary has no effect in layouts of one pipeline rank; leave it out",
@@ -88,6 +120,10 @@ def test_an_option_without_an_effect_is_refused(capsys, tmp_path, monkeypatch, w
 
 
 USED = [
+    ("schedule", "1f1b", "--transfer", "0.5", "--receive-buffers", "2", "--balance", "--split-backward", "0"),
+    ("schedule", "1f1b", "--format", "torch-csv", "--forward", "3", "--plot", "step.svg"),
+    ("schedule", "breadth-first", "--backward", "3", "--plot", "step.svg", "--beside", "forward-only"),
+    ("schedule", "zb-h1", "--weight", "0.5", "--plot", "step.svg", "--beside", "1f1b"),
     (*PLAN, "1", "8", "--strategies", "swap", "none", "--shards", "full", "--boundary", "int8"),
     ("validate", TABLE, "--groups"),
     (*LAUNCH, "slurm", "torchrun", "--name", "b", "--time-limit", "1:00:00"),

@@ -35,6 +35,11 @@ def each(names: Iterable[str], *reasons: Idle[Any]) -> Mapping[str, Sequence[Idl
     return dict.fromkeys(names, reasons)
 
 
+def given_in(command: Command[Any], words: Sequence[str]) -> frozenset[str]:
+    """Names of the options on a command line."""
+    return frozenset(read_words(command, words).values)
+
+
 def idle_problems(command: Command[Any], words: Sequence[str]) -> list[str]:
     """A sentence for the options of a command line that have no effect for the same reason, and for repeated values."""
     found, known = read_words(command, words), {one.name: one for one in options_of(command)}
