@@ -1,8 +1,8 @@
 """A schedule tried out on a clock of unit costs: what ``pipeloom schedule`` prints and the playground draws."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -103,10 +103,15 @@ _BOUNDS = {
 """Numbers of the options, with what they have to be."""
 
 
-def _start(trial: Trial, given: Schedule | None) -> Choice | Schedule:
+def differing(trial: Trial) -> frozenset[str]:
+    """Fields with another value than the default."""
+    return frozenset(one.name for one in fields(Trial) if getattr(trial, one.name) != one.default)
+
+
+def _start(trial: Trial, given: Schedule | None, asked: Collection[str]) -> Choice | Schedule:
     """The family with its sizes, or the schedule that is given."""
     choice = trial_choice(trial)
-    problems = [*trial_problems(trial), *(choice.problems() if given is None else [])]
+    problems = [*trial_problems(trial, asked), *(choice.problems() if given is None else [])]
     if problems:
         raise ConfigError(problems, "the command line")
     split = trial.split_backward
@@ -116,7 +121,12 @@ def _start(trial: Trial, given: Schedule | None) -> Choice | Schedule:
     if given is not None and trial.slices > 1:
         # The only size that such a schedule still takes: its micro-batches can be cut.
         schedule = add_slices(schedule, trial.slices)
-    return schedule if split is None else split_backward(schedule, None if split == "end" else split)
+    if split is None:
+        return schedule
+    found = split_backward(schedule, None if split == "end" else split)
+    if found.rows == schedule.rows and "split_backward" in asked:
+        raise ConfigError([f"{flag('split_backward')} has no effect: {_UNSPLIT}; leave it out"], "the command line")
+    return found
 
 
 def trial_choice(trial: Trial) -> Choice:
@@ -133,7 +143,7 @@ def trial_choice(trial: Trial) -> Choice:
     )
 
 
-_OF_STAGES = ("forward", "backward", "weight", "gather", "reduce", "move", "stage_swap")
+STAGE_COSTS = ("forward", "backward", "weight", "gather", "reduce", "move", "stage_swap")
 """Costs of a stage."""
 
 
@@ -149,15 +159,21 @@ def with_same_work(trial: Trial, num_stages: int, first_num_stages: int) -> Tria
         The trial with the costs of its own stages and a budget of their inputs; costs that have no effect are left.
     """
     ratio = first_num_stages / num_stages
-    used = {"forward", "backward", *(["move"] if trial.balance or trial.offload else [])}
-    used |= {name for name in _OF_STAGES if getattr(trial, name) != getattr(Trial, name)}
-    scaled = {name: getattr(trial, name) * ratio for name in _OF_STAGES if name in used}
+    trains = trial.family not in FAMILIES or FAMILIES[trial.family].has_backward
+    used = {"forward", *(["backward"] if trains else []), *(["move"] if trial.balance or trial.offload else [])}
+    used |= differing(trial)
+    scaled = {name: getattr(trial, name) * ratio for name in STAGE_COSTS if name in used}
     return replace(trial, **scaled, budget=None if trial.budget is None else trial.budget / ratio)
 
 
-def trial_problems(trial: Trial) -> list[str]:
-    """What is wrong with the numbers of a trial, a sentence each; the family with its sizes checks its own."""
-    problems: list[str] = []
+def trial_problems(trial: Trial, asked: Collection[str] | None = None) -> list[str]:
+    """What is wrong with the numbers of a trial, a sentence each; the family with its sizes checks its own.
+
+    Args:
+        trial: the numbers.
+        asked: fields that have to have an effect; ``None``: those with another value than the default.
+    """
+    problems, asked = list[str](), differing(trial) if asked is None else asked
     for name, limit in _BOUNDS.items():
         value = getattr(trial, name)
         # NaN is neither above nor at 0.
@@ -170,23 +186,33 @@ def trial_problems(trial: Trial) -> list[str]:
     if trial.offload and trial.budget is None:
         problems.append("--offload needs --budget: how many stage inputs a rank may hold")
     moves, is_family = trial.balance or trial.offload, trial.family in FAMILIES
-    # A file may have what the two costs of moving need; _refuse_idle_costs looks there.
+    # A file may have what the two costs of moving need; _refuse_idle looks there.
     for name, needed, is_used in (
         ("budget", "balance or --offload", moves),
         ("move", "balance or --offload", moves or not is_family),
         ("prefetch", "unshard", trial.unshard is not None),
         ("stage_swap", "resident", trial.resident is not None or not is_family),
         ("gradient_buffers", "reduce-grad", trial.reduce_grad),
+        ("receive_buffers", "communication", _communicates(trial)),
     ):
-        if not is_used and getattr(trial, name) != getattr(Trial, name):
+        if not is_used and name in asked:
             problems.append(f"{flag(name)} has no effect without --{needed}")
     return problems
 
 
-def _refuse_idle_costs(trial: Trial, schedule: Schedule) -> None:
-    """Refuse costs of kinds of actions that the schedule lacks."""
-    moves = trial.balance or trial.offload
-    problems: list[str] = []
+_UNSPLIT = "the schedule has no whole backward to split"
+_ALONE = ("communication", "transfer", "receive_buffers", "placement", "balance")
+"""Fields that have no effect on one pipeline rank."""
+_OF_BACKWARDS = ("backward", "reduce_grad", "gradient_buffers", "update", "balance", "offload")
+"""Fields that have no effect without backwards."""
+
+
+def _refuse_idle(trial: Trial, schedule: Schedule, asked: Collection[str]) -> None:
+    """Refuse fields that have no effect on the schedule, such as costs of kinds of actions that it lacks."""
+    moves, is_kind = trial.balance or trial.offload, schedule.facts.row.is_kind
+    alone, trains = schedule.num_ranks == 1, schedule.first_backward_stage < schedule.num_stages
+    found = [(name, "there is one pipeline rank; leave it out") for name in _ALONE if alone]
+    found += [(name, "the schedule has no backward; leave it out") for name in _OF_BACKWARDS if not trains]
     for name, kinds, reason in (
         ("gather", [Kind.UNSHARD], "the schedule has no UNSHARD; add --unshard or leave it out"),
         ("reduce", [Kind.REDUCE_GRAD], "the schedule has no REDUCE_GRAD; add --reduce-grad or leave it out"),
@@ -195,10 +221,12 @@ def _refuse_idle_costs(trial: Trial, schedule: Schedule) -> None:
         ("stage_swap", [Kind.SWAP_IN], "the schedule has no SWAP_IN; leave it out"),
         ("tied", [Kind.SEND_TIED], "the first and the last stage are on one rank; leave it out"),
     ):
-        is_used = (name == "move" and moves) or schedule.facts.row.is_kind(*kinds).any()
-        if getattr(trial, name) != getattr(Trial, name) and not is_used:
-            problems.append(f"{flag(name)} has no effect: {reason}")
-    if problems:
+        if not (name == "move" and moves) and not is_kind(*kinds).any():
+            found.append((name, reason))
+    idle = dict[str, str]()
+    for name, reason in found:
+        idle.setdefault(name, f"{flag(name)} has no effect: {reason}")
+    if problems := [sentence for name, sentence in idle.items() if name in asked]:
         raise ConfigError(problems, "the command line")
 
 
@@ -223,24 +251,29 @@ def unit_costs(trial: Trial, num_slices: int) -> Costs:
 _PLACES: dict[str, UpdatePlace] = {place.replace(" ", "-"): place for place in get_args(UpdatePlace)}
 
 
-def trial_recipe(trial: Trial, given: Schedule | None = None) -> Recipe:
+def _communicates(trial: Trial) -> bool:
+    """Whether a pass of the trial brings sends and receives."""
+    adds = any(one is not None for one in (trial.unshard, trial.tied, trial.update, trial.resident))
+    return bool(adds or trial.communication or trial.transfer or trial.reduce_grad)
+
+
+def trial_recipe(trial: Trial, given: Schedule | None = None, asked: Collection[str] | None = None) -> Recipe:
     """The recipe of a trial. Passes that take communication bring it with them.
 
     Args:
         trial: what to build.
         given: the schedule to begin with; ``None``: the family makes it.
+        asked: as for ``trial_problems``.
 
     Raises:
         ConfigError: the numbers, or the family with its sizes, are wrong.
     """
-    start = _start(trial, given)
+    start = _start(trial, given, differing(trial) if asked is None else asked)
     unshard, resident = trial.unshard, trial.resident
-    adds = any(one is not None for one in (unshard, trial.tied, trial.update, resident))
-    communicates = adds or trial.communication or trial.transfer or trial.reduce_grad
     residency = unshard if isinstance(unshard, int) else None
     return Recipe(
         start=start,
-        receive_buffers=trial.receive_buffers if communicates else None,
+        receive_buffers=trial.receive_buffers if _communicates(trial) else None,
         lends_tied=trial.tied is not None,
         unshard=None if unshard is None else Unshard(residency, trial.prefetch),
         reduce_grad=ReduceGrad(trial.gradient_buffers) if trial.reduce_grad else None,
@@ -352,19 +385,20 @@ _COUNTED = {
 }
 
 
-def try_out(trial: Trial, recipe: Recipe, sizes: Sizes | None = None) -> Outcome:
+def try_out(trial: Trial, recipe: Recipe, sizes: Sizes | None = None, asked: Collection[str] | None = None) -> Outcome:
     """Build a schedule and run it on the clock of a trial's costs.
 
     Args:
         trial: has the costs.
         recipe: ``trial_recipe``, or that of a run.
         sizes: bytes of a run's stages; ``None``: each keeps 1 of each micro-batch.
+        asked: as for ``trial_problems``.
 
     Raises:
-        UserError: the recipe cannot be built, or a cost is of kinds of actions that the schedule lacks.
+        UserError: the recipe cannot be built, or a field has no effect on the schedule.
     """
     plain = build(replace(recipe, moves=Moves(), given=None), sizes)
-    _refuse_idle_costs(trial, plain)
+    _refuse_idle(trial, plain, differing(trial) if asked is None else asked)
     costs = unit_costs(trial, plain.num_slices)
     timing = nominal if sizes is not None else lambda *_: PlacedBy(costs.seconds)
     is_plain = not recipe.moves.is_any and recipe.given is None

@@ -1,7 +1,11 @@
 """A command whose output nobody reads to the end writes its files all the same."""
 
+import shlex
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 PLAN = ["plan", "--model", "gpt-6.6b", "--cluster", "dgx-a100", "--devices", "8", "--global-batch", "8", "--seq", "512"]
 
@@ -34,3 +38,31 @@ def test_so_it_is_where_messages_have_no_reader_either(tmp_path):
 def test_the_status_is_the_commands_own(tmp_path):
     status, _ = run_without_a_reader(["simulate", str(tmp_path / "none.toml")], merges=True)
     assert status == 2
+
+
+SMALL = [
+    *("--model.hidden-size", "16", "--model.num-layers", "1", "--model.num-heads", "2", "--data.seq-len", "16"),
+    *("--layout.pp", "1", "--layout.num-microbatches", "1", "--training.steps", "1", "--training.no-predict"),
+    *("--training.sample-tokens", "4", "--training.validation-batches", "0", "--checkpoint.final", "none"),
+]
+
+
+def run_in_a_shell(words, output, folder):
+    """The completed process of a command with redirected output."""
+    command = f"{shlex.join([sys.executable, '-m', 'pipeloom', *words])} {output}"
+    return subprocess.run(["sh", "-c", command], cwd=folder, capture_output=True, timeout=120, check=False)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+@pytest.mark.parametrize("output", ["> /dev/full", ">&-", "> /dev/full 2>&1", ">&- 2>&-"])
+def test_a_training_whose_output_cannot_be_written_is_done(tmp_path, output):
+    (tmp_path / "text.txt").write_text("the cat and the dog\n" * 99)
+    words = ["train", *SMALL, "--data.path", "text.txt", "--output.folder", "run"]
+    done = run_in_a_shell(words, output, tmp_path)
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr.decode()
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_command_without_an_output_has_its_own_status(tmp_path):
+    assert run_in_a_shell([*PLAN, "--no-explain", "--out", "planned"], ">&-", tmp_path).returncode == 0
+    assert (tmp_path / "planned" / "run.toml").exists()

@@ -171,6 +171,16 @@ def test_a_run_file_with_settings_that_were_filled_in_is_not_replaced(model, tmp
     assert file.read_text() == filled
 
 
+def test_a_code_of_messages_that_the_written_layout_lacks_is_named(model, tmp_path, capsys):
+    command = [*words(model, cluster="dgx-a100", dtype="bfloat16"), "--no-explain", "--boundary", "int8"]
+    left_out = "layout.boundary int8 is left out: this layout has no messages between pipeline ranks"
+    for pp, is_named in (("1 4", True), ("4", False)):
+        assert main([*command, "--pp", *pp.split(), "--out", str(tmp_path / pp)]) == 0
+        layout = read_run_file(tmp_path / pp / "run.toml")[0].layout
+        assert (layout.boundary is None) == (layout.pp == 1) == is_named
+        assert (left_out in capsys.readouterr().out) == is_named
+
+
 def test_tokens_are_the_steps_of_the_written_run_whatever_the_models_recipe_has(tmp_path, capsys):
     given = ["plan", "--model", "llama-13b", "--cluster", "dgx-h100", "--devices", "16", "--global-batch", "64", *SMALL]
     given += ["--seq", "2048", "--pp", "4", "--tokens", "1B"]

@@ -62,8 +62,10 @@ def test_sets_models_cluster_and_program_can_be_chosen(capsys):
     ("words", "message"),
     [
         ([EXAMPLE, "--stage-times", EXAMPLE], "expected one table"),
-        ([EXAMPLE, "--sets", "unknown"], "no row of"),
-        ([EXAMPLE, "--attentions", "flash2"], "check --sets, --models and --attentions"),
+        ([EXAMPLE, "--models", "gpt-18b", "nope", "--sets", "megatron", "a", "b"], "measured.csv has --sets a b"),
+        ([EXAMPLE, "--models", "gpt-18b", "nope", "--sets", "megatron", "a", "b"], "measured.csv has --models nope"),
+        ([EXAMPLE, "--attentions", "flash2"], "measured.csv has --attentions flash2"),
+        ([EXAMPLE, "--sets", "kor", "--models", "gpt-18b"], "check --sets, --models and --attentions"),
         ([EXAMPLE, "--fit", "nowhere/program.toml", "--parameters", "matmul"], "cannot write nowhere/program.toml"),
         ([EXAMPLE, "--fit", "program.toml", "--parameters", "luck"], "cannot fit luck; known: matmul"),
         ([EXAMPLE, "--cluster", "unknown"], "there is no cluster 'unknown'"),
@@ -126,6 +128,18 @@ def test_rows_of_several_programs_are_not_fitted_as_one(capsys, tmp_path):
     Path(table).write_text(text.replace("fused-softmax", "flash2", 1), encoding="utf-8")
     assert main(["validate", table, "--fit", str(tmp_path / "program.toml")]) == 2
     assert "several programs (scaling-2023b, scaling-2023a)" in capsys.readouterr().err
+
+
+def test_a_fit_is_printed_as_json(capsys, tmp_path):
+    program = tmp_path / "program.toml"
+    found = answer(capsys, EXAMPLE, "--models", "gpt-18b", "--fit", str(program), "--parameters", "matmul")
+    assert set(found) == {
+        *("program", "cluster", "rows", "error_before", "error_after", "file", "efficiencies", "skipped")
+    }
+    assert found["error_after"] < found["error_before"]
+    fitted = tomllib.loads(program.read_text(encoding="utf-8"))["efficiency"]["matmul"]
+    assert found["efficiencies"]["matmul"]["after"] == pytest.approx(fitted, rel=1e-3)
+    assert found["efficiencies"]["matmul"]["is_at_bound"] is False
 
 
 def test_stage_times_test_the_simulation_alone(capsys, tmp_path):

@@ -70,7 +70,8 @@ _USAGE = "\n".join(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0 done, 1 failed or differs, 2 wrong input, 128 and a signal's number."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    with lasting_output(), guarded_streams():
+    # The files of a run are what a training is for.
+    with lasting_output(is_beside=words[:1] == ["train"]), guarded_streams():
         status = _main(words)
     if arguments is None:  # the process ends
         # Python collects garbage once more at its end: half a second or more after a search, and nobody needs it.

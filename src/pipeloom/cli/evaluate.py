@@ -1,9 +1,11 @@
 """``pipeloom evaluate``: the loss of a trained model on a text."""
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+from pipeloom.cli.idle import given_in
 from pipeloom.cli.reference import Command, Place
 from pipeloom.cli.run_config import EVALUATION, parse_words, tokenizer_problems
 from pipeloom.config import CheckpointConfig, RunConfig, decided_problems, unset
@@ -17,7 +19,8 @@ class Options(RunConfig):
     """Options of ``pipeloom evaluate``.
 
     Uses the newest complete checkpoint. Without --data.path it evaluates the run's validation text, with it the whole
-    given text, even if the run was trained on it; a Hugging Face folder needs one. Every window counts once.
+    given text, even if the run was trained on it; a Hugging Face folder needs one. Every window counts once. What only
+    training has, such as recomputation and the family of the schedule, is not used.
     """
 
     config: Annotated[Path, Place("RUN")]
@@ -41,22 +44,47 @@ COMMAND = Command(
 )
 
 
-def _problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
-    # The checkpoint that the run began with may be gone.
-    found = decided_problems(replace(config, checkpoint=CheckpointConfig()), is_model_known=is_model_known)
-    if "data.path" in unset(config):
-        found.append("data.path must be set, since a model of Hugging Face folders has no text")
-    return [*found, *tokenizer_problems(config)]
+def _forwards(config: RunConfig, flags: Collection[str]) -> RunConfig:
+    """The run with defaults for what its forwards do not read of layout and schedule, so that these refuse nothing.
+
+    Args:
+        config: of the run, with the flags over it.
+        flags: names of the settings that flags set.
+    """
+    layout, schedule = (replace(getattr(config, name), **_unread(name)) for name in ("layout", "schedule"))
+    numbers = layout.own_microbatches
+    if numbers and "layout.num_microbatches" not in flags:  # that of the run is of its own replicas
+        layout = layout.divided(numbers)
+    return replace(config, layout=layout, schedule=schedule)
+
+
+def _unread(section: str) -> dict[str, Any]:
+    """The defaults of a section's settings that evaluations do not read."""
+    default = getattr(RunConfig(), section)
+    names = [item.name for item in fields(default) if f"{section}.{item.name}" not in EVALUATION]
+    return {name: getattr(default, name) for name in names}
+
+
+def _judge(flags: Collection[str]) -> Callable[..., list[str]]:
+    def judge(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
+        # The checkpoint that the run began with may be gone.
+        forwards = replace(_forwards(config, flags), checkpoint=CheckpointConfig())
+        found = decided_problems(forwards, is_model_known=is_model_known)
+        if "data.path" in unset(config):
+            found.append("data.path must be set, since a model of Hugging Face folders has no text")
+        return [*found, *tokenizer_problems(config)]
+
+    return judge
 
 
 def run(words: list[str]) -> int:
     """Parse the configuration, evaluate on its ranks, print the loss."""
-    options, _, flags, _ = parse_words(COMMAND, words, _problems)
+    options, _, flags, _ = parse_words(COMMAND, words, _judge(given_in(COMMAND, words)))
     with kept_imports():
         from pipeloom.training.inference.evaluation import evaluate_run
 
     is_whole = "data.path" in flags
-    found = evaluate_run(options, options.config, is_whole=is_whole, num_batches=options.batches)
+    found = evaluate_run(_forwards(options, flags), options.config, is_whole=is_whole, num_batches=options.batches)
     if found is None:  # on other ranks of a launcher
         return 0
     if options.json:

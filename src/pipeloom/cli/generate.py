@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+from pipeloom.cli.idle import each, with_idle_check
 from pipeloom.cli.reference import Command, Place
 from pipeloom.cli.run_config import parse_words, tokenizer_problems
 from pipeloom.config import CheckpointConfig, RunConfig, ScheduleConfig, decided_problems
@@ -64,6 +65,8 @@ COMMAND = Command(
         *("data.seq_len", "data.tokenizer", "training.dtype", "training.device", "training.threads"),
         *("training.run_ahead", "training.stall_timeout_s"),
     ),
+    idle=each(("top_k", "top_p", "seed"), lambda options: "" if options.temperature else "with --temperature 0"),
+    repeatable=("prompt",),
 )
 
 
@@ -93,7 +96,7 @@ def _problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
 
 def run(words: list[str]) -> int:
     """Parse, continue the prompts, print them."""
-    options = parse_words(COMMAND, words, _problems).options
+    options = parse_words(COMMAND, words, with_idle_check(COMMAND, words, _problems)).options
     prompts = _prompts(options)
     with kept_imports():
         from pipeloom.training.inference.generation import Request, Sampling, generate

@@ -3,16 +3,17 @@
 import shutil
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pipeloom.catalog import load_cluster
-from pipeloom.cli.reference import Command, Output
+from pipeloom.cli.idle import with_idle_check
+from pipeloom.cli.reference import Command, Idle, Output
 from pipeloom.cli.run_config import TRAINING, parse_config
 from pipeloom.config import RunConfig, unset, usual_values
 from pipeloom.cost.hardware import Cluster
-from pipeloom.export import HandedOver, hand_over
+from pipeloom.export import TARGETS, HandedOver, hand_over, usual_targets
 from pipeloom.export.job import Site, training_problems
 from pipeloom.predict.describe import described_problems, with_model_sizes
 from pipeloom.predict.places import node_problems, num_hosts, tpus_of
@@ -43,6 +44,17 @@ class Options(RunConfig):
     """Volume that all nodes share and the folder where they find it, for kubeflow and skypilot."""
 
 
+def _unread(name: str) -> Idle[Options]:
+    """That a name of the site is in no file of the chosen programs."""
+
+    def reason(options: Options) -> str:
+        chosen = options.to or usual_targets(Site(image=options.image))
+        is_read = any(name in TARGETS[one].site for one in chosen)
+        return "" if is_read else f"on {', '.join(options.to)}" if options.to else "without --image"
+
+    return reason
+
+
 COMMAND = Command(
     name="launch",
     options=Options,
@@ -51,6 +63,7 @@ COMMAND = Command(
         "pipeloom launch run.toml --out start --to slurm": "for Slurm only",
         "pipeloom launch run.toml --out start --to kubeflow --image own/pipeloom:1": "for Kubernetes",
     },
+    idle={one.name: (_unread(one.name),) for one in fields(Site)},
     settings=(*TRAINING, *(f"machine.{name}" for name in ("cluster", "software", "attention", "fused_norm"))),
     brief=("layout", "training.steps", "output", "machine"),
 )
@@ -58,7 +71,7 @@ COMMAND = Command(
 
 def run(words: list[str]) -> int:
     """Parse the configuration, write the files, print their paths and what was refused."""
-    options = parse_config(COMMAND, words, described_problems)
+    options = parse_config(COMMAND, words, with_idle_check(COMMAND, words, described_problems))
     site = Site(options.name, options.time_limit, options.image, options.volume)
     done = hand_over(options, load_cluster(options.machine.cluster), options.out, options.to, site=site)
     print_handed_over(done)

@@ -3,6 +3,7 @@
 import json
 
 from pipeloom.cli.flags import read_words
+from pipeloom.cli.idle import idle_problems
 from pipeloom.cli.plan_files import starting_programs, write_layout, write_page
 from pipeloom.cli.plan_json import to_json
 from pipeloom.cli.plan_options import Options
@@ -35,6 +36,7 @@ def run(words: list[str]) -> int:
 
 def _run(words: list[str]) -> int:
     found = read_words(COMMAND, words)
+    found.problems += idle_problems(COMMAND, words)
     options = Options(**found.values)
     requests = requests_of(options, found, words)
     only = next(iter(requests.values()))

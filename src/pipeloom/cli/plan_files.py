@@ -46,8 +46,8 @@ def write_layout(request: Request, best: SimulatedStep) -> None:
         print_run(config, best.cluster, options.out / RUN_FILE)
         if best.software.has_lanes:
             print(f"\nschedule: {options.out / SCHEDULE}; pipeloom train takes it as --schedule.file")
-    if config.checkpoint.init is not None and request.config is None and not options.json:
-        print(f"\nweights: of {config.checkpoint.init}; without checkpoint.init the run would begin from random ones")
+    if not options.json:
+        _print_remarks(request, config, is_written=folder is not None)
     if options.export is not None:
         from pipeloom.cli.launch import print_handed_over
         from pipeloom.export import hand_over
@@ -56,6 +56,14 @@ def write_layout(request: Request, best: SimulatedStep) -> None:
         if not options.json:
             print()
             print_handed_over(done)
+
+
+def _print_remarks(request: Request, config: RunConfig, *, is_written: bool) -> None:
+    """Print where the weights of a run are from, and what it lacks of the question."""
+    if is_written and (lack := request.left_out(config)) is not None:
+        print(f"\n{lack}")
+    if config.checkpoint.init is not None and request.config is None:
+        print(f"\nweights: of {config.checkpoint.init}; without checkpoint.init the run would begin from random ones")
 
 
 def starting_programs(request: Request, best: SimulatedStep) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cli.flags import SOURCE, Words, or_note
 from pipeloom.cli.goals import goal_of, priced, tokens_of
+from pipeloom.cli.plan_idle import idle_limits
 from pipeloom.cli.plan_options import Options
 from pipeloom.cli.run_config import source_of
 from pipeloom.config import RunConfig, ScheduleConfig, in_order, with_pretrained
@@ -73,6 +74,13 @@ class Request:
     what_if: Mapping[str, str]
     training: Training | None
     goal: Goal | None
+
+    def left_out(self, run: RunConfig) -> str | None:
+        """A sentence on what the run of a layout lacks of this question; ``None`` if it has all."""
+        code = self.question.boundary
+        if code is None or run.layout.boundary is not None:
+            return None
+        return f"layout.boundary {code} is left out: this layout has no messages between pipeline ranks"
 
 
 @dataclass(frozen=True)
@@ -156,6 +164,9 @@ def requests_of(options: Options, found: Words, words: list[str]) -> dict[Choice
     if len(errors) == len(requests):
         problems = list(dict.fromkeys(problem for one in errors for problem in one.problems))
         raise errors[0] if len(errors) == 1 else ConfigError(problems, inputs.source)
+    questions = [one.question for one in requests.values() if isinstance(one, Request)]
+    if idle := list(idle_limits(options, found.values, questions)):
+        raise ConfigError(idle, inputs.source)
     return requests
 
 

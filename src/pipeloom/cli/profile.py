@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pipeloom.cli.flags import SOURCE, or_note, read_flags
+from pipeloom.cli.idle import each, idle_problems, without
 from pipeloom.cli.reference import Command, Output
 from pipeloom.config.paths import names_file
 from pipeloom.cost.hardware import Cluster
@@ -61,6 +62,10 @@ class Options:
     """Print JSON for programs: the cluster and every measurement, in SI units."""
 
 
+def _without_ranks(options: Options) -> str:
+    return "" if max(options.tp, default=1) > 1 else "without --tp of at least 2"
+
+
 COMMAND = Command(
     name="profile",
     options=Options,
@@ -68,12 +73,17 @@ COMMAND = Command(
         "pipeloom profile --output here.toml": "then: pipeloom simulate --machine.cluster ./here.toml",
         "pipeloom profile --model ./config.json --micro-batches 1 2": "with the layers of a model",
     },
+    idle={
+        **each(("seq", "micro_batches", "tp", "recompute"), without("model")),
+        "sequence_parallel": (without("model"), _without_ranks),
+    },
 )
 
 
 def run(words: list[str]) -> int:
     """Parse the arguments, measure with own processes or with those of a launcher, write the file, print a table."""
     options, problems = read_flags(COMMAND, words)
+    problems += idle_problems(COMMAND, words)
     from pipeloom.catalog.cluster_files import cluster_to_toml
     from pipeloom.measure import Request, describe_cluster, measure_machine
     from pipeloom.terminal.progress import restore_terminal

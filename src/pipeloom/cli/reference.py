@@ -4,7 +4,7 @@ import ast
 import importlib
 import inspect
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from itertools import takewhile
@@ -18,6 +18,9 @@ from pipeloom.config.paths import table_of
 from pipeloom.workload.limits import COMMON, Limits, Names, notes_of
 
 Options_ = TypeVar("Options_")
+Idle = Callable[[Options_], str]
+"""From the options of a command to the reason why one of them has no effect, such as ``without --fit``; empty if it has
+one."""
 RUN_FILE, RUN_FIELD = "CONFIG", "config"
 """A run file as the help shows it, and the field of the folder of a run that a command needs instead."""
 _WIDEST = 30
@@ -58,6 +61,8 @@ class Command(Generic[Options_]):
         brief: those of them whose common settings the short help lists; all if empty.
         default: the run without a file and flags; ``None`` for the defaults of the class.
         retired: flags that there were -> what to use instead.
+        idle: names of options that have no effect with some others -> when; ``pipeloom.cli.idle`` refuses them.
+        repeatable: names of lists whose values may be equal.
     """
 
     name: str
@@ -67,6 +72,8 @@ class Command(Generic[Options_]):
     brief: tuple[str, ...] = ()
     default: RunConfig | None = None
     retired: Mapping[str, str] = field(default_factory=dict)
+    idle: Mapping[str, Sequence[Idle[Options_]]] = field(default_factory=dict)
+    repeatable: tuple[str, ...] = ()
 
     @property
     def needs_run(self) -> bool:
@@ -261,6 +268,12 @@ def _is_in(option: Option, settings: tuple[str, ...]) -> bool:
 def settings_of_runs() -> tuple[Option, ...]:
     """Every setting of a run file, as an option."""
     return tuple(_options(RunConfig))
+
+
+def all_but(section: str, *left_out: str) -> tuple[str, ...]:
+    """The names of a section's settings without some, as ``Command.settings`` has them."""
+    keys = [item.name for item in fields(getattr(RunConfig(), section))]
+    return tuple(f"{section}.{key}" for key in keys if key not in left_out)
 
 
 def section_text(section: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple
 from pipeloom.catalog.model_files import CONFIG_JSON
 from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, find_checkpoint, is_hugging_face
 from pipeloom.cli.flags import SOURCE, Words, read_words
-from pipeloom.cli.reference import RUN_FIELD, Command, Options_, options_of
+from pipeloom.cli.reference import RUN_FIELD, Command, Options_, all_but, options_of
 from pipeloom.config import OptimizerConfig, RunConfig, ScheduleConfig, decided_problems, in_order
 from pipeloom.config.file import open_run_file, without_stale_sizes
 from pipeloom.config.resumed import run_file_of
@@ -40,10 +40,13 @@ VERIFICATION = (
 )
 """The same for gradients that are verified, which takes no optimizer's step."""
 EVALUATION = (
-    *("data", "layout", "schedule", "training.dtype", "training.device", "training.threads", "training.run_ahead"),
-    "training.stall_timeout_s",
+    "data",
+    *all_but("layout", "token_slices", "recompute", "recompute_layers", "average_every", "boundary"),
+    *("schedule.placement", "schedule.receive_buffers", "schedule.residency", "schedule.prefetch"),
+    *("schedule.device_budget", "schedule.swap_folder"),
+    *("training.dtype", "training.device", "training.threads", "training.run_ahead", "training.stall_timeout_s"),
 )
-"""The same for a trained model that is evaluated."""
+"""The same for a trained model that is evaluated: forwards of whole sequences, whose messages have no code."""
 TRAINING = (
     *("model", "data", "layout", "schedule", "optimizer", "adapter", "training", "checkpoint", "restart", "output"),
 )

@@ -3,12 +3,13 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
 from pipeloom.cli.flags import SOURCE, or_note, read_flags
+from pipeloom.cli.idle import each, given_in, idle_problems
 from pipeloom.cli.reference import Command, Output, Place
 from pipeloom.config import decided_problems, in_order
 from pipeloom.config.file import read_run_file
@@ -23,6 +24,7 @@ from pipeloom.system.files import MOST_SCHEDULE_BYTES, read_text
 from pipeloom.terminal.words import count, quoted
 from pipeloom.trace import Trace
 from pipeloom.trial import (
+    STAGE_COSTS,
     Outcome,
     Trial,
     flag,
@@ -59,6 +61,15 @@ class Options(Trial):
     """With --plot: another schedule, drawn below the first. Its stages cost so much that ranks do the same work."""
 
 
+def _without_clock(options: Options) -> str:
+    """That a form without times has no use for costs, unless they place moves or are drawn."""
+    form = "json" if options.json else options.format
+    is_timed = options.plot is not None or options.balance or options.offload
+    if is_timed or not (form == "torch-csv" or (form == "text" and options.run is not None)):
+        return ""
+    return f"with --format {form}" + (" of a run" if form == "text" else "")
+
+
 COMMAND = Command(
     name="schedule",
     options=Options,
@@ -67,17 +78,21 @@ COMMAND = Command(
         "pipeloom schedule breadth-first --loops 4 --plot both.svg --beside 1f1b": "a picture of both",
         "pipeloom schedule --run run.toml": "the schedule that a run executes",
     },
+    idle=each(STAGE_COSTS, _without_clock),
+    repeatable=("keep",),
 )
 
 
 def run(words: list[str]) -> int:
     """Parse the arguments, make the schedule, print it."""
     options, problems = read_flags(COMMAND, words)
-    made = or_note(lambda: _recipes(_first_of_two(options)), problems)
+    problems += idle_problems(COMMAND, words)
+    asked = given_in(COMMAND, words)
+    made = or_note(lambda: _recipes(_first_of_two(options), asked), problems)
     if problems or made is None:
         raise ConfigError(problems, SOURCE)
     recipe, sizes = made
-    outcome = try_out(options, recipe, sizes)
+    outcome = try_out(options, recipe, sizes, asked)
     schedule = outcome.schedule
     title = trial_title(options, (options.run or Path(options.family or "")).name, schedule)
     other = None if options.beside is None else _tried_beside(options, options.beside, schedule)
@@ -122,9 +137,14 @@ def _draw(file: Path, traces: dict[str, Trace], output: TextIO) -> None:
     print(f"{'# ' if output is sys.stdout else ''}picture            {file}", file=output)
 
 
-def _recipes(options: Options) -> tuple[Recipe, Sizes | None]:
-    """The recipe of the options, or that of a run file with the bytes of its stages."""
-    return (_recipe(options), None) if options.run is None else _run_recipe(options, options.run)
+def _recipes(options: Options, asked: Collection[str]) -> tuple[Recipe, Sizes | None]:
+    """The recipe of the options, or that of a run file with the bytes of its stages.
+
+    Args:
+        options: of the command.
+        asked: names of those on the command line.
+    """
+    return (_recipe(options, asked), None) if options.run is None else _run_recipe(options, options.run, asked)
 
 
 def _tried_beside(options: Options, family: str, first: Schedule) -> tuple[str, Outcome]:
@@ -132,13 +152,14 @@ def _tried_beside(options: Options, family: str, first: Schedule) -> tuple[str, 
     loops = options.loops if _is_looped(family) else None
     trial = replace(options, family=family, loops=loops, placement=None, group_size=None, keep=None)
     trial = with_same_work(trial, trial.pp * trial_choice(trial).loops, first.num_stages)
-    outcome = try_out(trial, trial_recipe(trial))
+    # Options are for both, and have an effect on the first.
+    outcome = try_out(trial, trial_recipe(trial, asked=()), asked=())
     return trial_title(trial, family, outcome.schedule), outcome
 
 
-def _run_recipe(options: Options, file: Path) -> tuple[Recipe, Sizes]:
+def _run_recipe(options: Options, file: Path, asked: Collection[str]) -> tuple[Recipe, Sizes]:
     """The recipe of a run file, with the bytes of its stages."""
-    problems = [*_option_problems(options), *_unused_problems(options, file, _MAKE)]
+    problems = [*_option_problems(options, asked), *_unused_problems("the run", _MAKE, asked)]
     problems += [f"FAMILY {options.family} has no effect with --run; leave one out"] if options.family else []
     config, found = read_run_file(file)
     config, unknown = with_model_sizes(config)
@@ -156,9 +177,9 @@ _MAKE = (
 """Options that define a schedule."""
 
 
-def _recipe(options: Options) -> Recipe:
+def _recipe(options: Options, asked: Collection[str]) -> Recipe:
     """The recipe of a family with its sizes, or of the schedule of a file."""
-    problems = _option_problems(options)
+    problems = _option_problems(options, asked)
     if options.family is None:
         problems.append("expected FAMILY, a family or a file with a schedule, or --run")
         raise ConfigError(problems, SOURCE)
@@ -166,17 +187,18 @@ def _recipe(options: Options) -> Recipe:
     if file.suffix == ".toml":
         raise ConfigError([f"{file} is a run file by its name; write --run {quoted(file)}"], SOURCE)
     is_family = options.family in FAMILIES or not (os.sep in options.family or file.suffix or _is_file(file))
-    problems += trial_choice(options).problems() if is_family else _unused_problems(options, file, _SIZES)
+    problems += trial_choice(options).problems() if is_family else _unused_problems(str(file), _SIZES, asked)
     if problems:
         raise ConfigError(problems, SOURCE)
     if is_family:
-        return trial_recipe(options)
-    return trial_recipe(options, _read_csv(file) if file.suffix == ".csv" else read_schedule(file).schedule)
+        return trial_recipe(options, asked=asked)
+    given = _read_csv(file) if file.suffix == ".csv" else read_schedule(file).schedule
+    return trial_recipe(options, given, asked)
 
 
-def _option_problems(options: Options) -> list[str]:
-    is_torn = options.json and options.format == "torch-csv"
-    problems = ["--json and --format torch-csv disagree; choose one"] if is_torn else []
+def _option_problems(options: Options, asked: Collection[str]) -> list[str]:
+    is_torn = options.json and options.format not in (None, "json")
+    problems = [f"--json and --format {options.format} disagree; choose one"] if is_torn else []
     if options.communication and options.plot is not None:
         problems.append("--communication adds messages, which --plot does not draw; leave one of them out")
     if options.beside is not None:
@@ -186,13 +208,15 @@ def _option_problems(options: Options) -> list[str]:
             problems.append("--beside compares two families, and a file or a run has sizes of its own; leave it out")
         if options.beside not in FAMILIES:
             problems.append(f"--beside: {FAMILIES.unknown(options.beside)}")
-    return [*problems, *trial_problems(options)]
+    return [*problems, *trial_problems(options, asked)]
 
 
-def _unused_problems(options: Options, file: Path, names: Sequence[str]) -> list[str]:
+def _unused_problems(where: str, names: Sequence[str], asked: Collection[str]) -> list[str]:
     """Options that have no effect, since a file contains the schedule."""
-    flags = ", ".join(flag(name) for name in names if getattr(options, name) != getattr(Options, name))
-    return [f"{file} contains the whole schedule, so {flags} has no effect; leave it out"] if flags else []
+    flags = [flag(name) for name in names if name in asked]
+    has, them = ("has", "it") if len(flags) == 1 else ("have", "them")
+    what = f"so {', '.join(flags)} {has} no effect; leave {them} out"
+    return [f"{where} contains the whole schedule, {what}"] if flags else []
 
 
 def _read_csv(file: Path) -> Schedule:

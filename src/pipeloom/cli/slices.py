@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeloom.cli.reference import Command
+from pipeloom.cli.reference import Command, all_but
 from pipeloom.cli.run_config import PREDICTIONS, dtype_words, parse_config
 from pipeloom.config import RunConfig
 from pipeloom.planner.slice_lengths import SlicedStep, SlicePlan, plan_slices
@@ -19,7 +19,7 @@ class Options(RunConfig):
     """Options of ``pipeloom slices``.
 
     Dynamic programming over lengths proposes slices, and simulation compares them with even slices and with whole
-    sequences. layout.token_slices of the run is not used.
+    sequences. layout.token_slices of a run file is not used.
     """
 
     unit: Common[Count | None] = None
@@ -35,7 +35,7 @@ COMMAND = Command(
         "pipeloom slices run.toml --unit 128": "lengths that are multiples of 128",
         "pipeloom slices --model.preset llama-3-8b --machine.cluster dgx-h100 --data.seq-len 8192": "",
     },
-    settings=PREDICTIONS,
+    settings=(*(name for name in PREDICTIONS if name != "layout"), *all_but("layout", "token_slices")),
     brief=("model", "data.seq_len", "layout", "machine"),
 )
 

@@ -13,6 +13,7 @@ from typing import Any
 from rich.progress import TextColumn, TimeElapsedColumn
 
 from pipeloom.cli.flags import SOURCE
+from pipeloom.cli.idle import beside, with_idle_check, without
 from pipeloom.cli.layout_tables import short_cells, table_of_cells
 from pipeloom.cli.plan_json import step_to_json
 from pipeloom.cli.reference import Command
@@ -91,6 +92,7 @@ COMMAND = Command(
     },
     settings=PREDICTIONS,
     brief=("model.preset", "layout.pp", "layout.dp", "machine.cluster"),
+    idle={"repair_time": (beside("trace"),), "move_time": (without("rebalance_every"),)},
 )
 
 
@@ -115,7 +117,7 @@ class _Hazard:
 
 def run(words: list[str]) -> int:
     """Parse, walk over the failures once for each way to continue, print."""
-    options = parse_config(COMMAND, words, described_problems)
+    options = parse_config(COMMAND, words, with_idle_check(COMMAND, words, described_problems))
     hazard, checkpoint_s, restart_s, moves = _inputs(options)
     own = waits(options)(nodes_of(options))
     assert own.step is not None
@@ -219,8 +221,6 @@ def _moves(options: Options, problems: list[str]) -> _Moves | None:
     every_s = amount_or_note("--rebalance-every", options.rebalance_every, SPANS, "5min or 1h", problems)
     move_s = amount_or_note("--move-time", options.move_time, SPANS, "60s or 5min", problems)
     if options.rebalance_every is None:
-        if options.move_time is not None:
-            problems.append("--move-time has no effect without --rebalance-every; give both or leave it out")
         return None
     layout, per_node = options.layout, describe(options).cluster.host_size
     nodes = [range(first, min(first + per_node, layout.num_ranks)) for first in range(0, layout.num_ranks, per_node)]

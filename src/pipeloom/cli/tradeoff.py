@@ -12,6 +12,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cli.flags import SOURCE, read_flags
 from pipeloom.cli.goals import Goals, goal_of, priced, tokens_of
+from pipeloom.cli.idle import idle_problems
 from pipeloom.cli.plan_json import limits_to_json, step_to_json
 from pipeloom.cli.plan_request import program_problems
 from pipeloom.cli.reference import Command, Flag, Output
@@ -113,6 +114,7 @@ COMMAND = Command(
 def run(words: list[str]) -> int:
     """Parse the arguments, search, print."""
     options, problems = read_flags(COMMAND, words)
+    problems += idle_problems(COMMAND, words)
     goal = goal_of(options, problems)
     inputs = inputs_of(options, goal, problems)
     columns = (TextColumn("searches {task.completed}/{task.total}"), BarColumn(bar_width=24), TimeElapsedColumn())
@@ -196,12 +198,19 @@ def _methods(options: Options, launcher: Launcher, problems: list[str]) -> dict[
             f"--software takes one program for all methods, found {', '.join(general)}; METHOD=PROGRAM is for one"
         )
     chosen = dict.fromkeys(options.methods or METHODS, (general or [launcher.software])[0])
+    own: dict[str, list[str]] = {}
     for word in options.software:
         method, sign, program = word.partition("=")
         if sign and method not in chosen:
             problems.append(f"--software {word}: expected one of the methods {', '.join(chosen)}")
         elif sign:
-            chosen[method] = program
+            own.setdefault(method, []).append(program)
+    for method, programs in own.items():
+        if len(programs) > 1:
+            problems.append(f"--software takes one program for {method}, found {', '.join(programs)}")
+    if general and not chosen.keys() - own.keys():
+        problems.append(f"--software {general[0]} has no effect, since each method has a program of its own")
+    chosen |= {method: programs[0] for method, programs in own.items()}
     known = {program: load_or_note(load_software, program, problems) for program in set(chosen.values())}
     unknown = [method for method in chosen if method not in METHODS]
     problems += [unknown_name("method", name, METHODS) for name in unknown]
@@ -217,6 +226,8 @@ def _batches(options: Options, problems: list[str]) -> tuple[Fraction, ...]:
             found.append(Fraction(word))
         except (ValueError, ZeroDivisionError):
             problems.append(f"a batch per device must be a number such as 1/8 or 0.125, found '{word}'")
+    if len(set(found)) < len(found):
+        problems.append(f"--batch-per-device has equal values, found {' '.join(options.batch_per_device)}")
     return tuple(sorted(set(found)))
 
 

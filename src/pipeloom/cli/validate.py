@@ -1,16 +1,17 @@
 """``pipeloom validate``: predictions compared with published measurements."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pipeloom.accuracy.compare import Comparison, compare, compare_stage_times, rankings
 from pipeloom.accuracy.programs import program_of
 from pipeloom.accuracy.rows import Row, read_rows
 from pipeloom.catalog import load_cluster, load_software, source_of
 from pipeloom.cli.flags import SOURCE, or_note, read_flags
+from pipeloom.cli.idle import beside, each, idle_problems, without
 from pipeloom.cli.reference import Command, Output, Place
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.system.garbage import few_collections
@@ -18,6 +19,9 @@ from pipeloom.terminal.console import Columns, print_table, table_of, wide_conso
 from pipeloom.terminal.words import count
 from pipeloom.workload.limits import ClusterName, Common, ProgramName
 from pipeloom.workload.run import Attention
+
+if TYPE_CHECKING:
+    from pipeloom.accuracy.fit import Fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,7 @@ class Options:
     groups: Common[bool] = False
     """Also print each group of competing layouts, and the layout that is predicted to be the fastest."""
     json: Common[bool] = False
-    """Print JSON for programs: summary, sets, and rows that were not predicted."""
+    """Print JSON for programs: summary, sets, and rows that were not predicted; with --fit errors and efficiencies."""
     plot: Common[Annotated[Path | None, Output("picture")]] = None
     """Draw predicted against measured to this .png, .svg or .pdf file."""
 
@@ -63,6 +67,13 @@ COMMAND = Command(
         "pipeloom validate measured.csv --plot accuracy.svg": "every row, with a picture",
         "pipeloom validate measured.csv --fit program.toml": "fit a training program to the rows",
     },
+    idle={
+        **each(("sets", "models", "attentions", "cluster", "software", "fit"), beside("stage_times")),
+        "parameters": (beside("stage_times"), without("fit")),
+        # A fit compares no layouts; --software with its file does.
+        "groups": (beside("stage_times"), beside("fit"), beside("json")),
+        "plot": (beside("stage_times"), beside("fit")),
+    },
 )
 
 
@@ -71,28 +82,36 @@ def run(words: list[str]) -> int:
     options, problems = read_flags(COMMAND, words)
     if (options.table is None) == (options.stage_times is None):
         problems.append("expected one table: TABLE.csv, or --stage-times TABLE.csv")
+    problems += idle_problems(COMMAND, words)
     skipped: dict[str, int] = {}
     table = None if options.table is None else or_note(lambda: read_rows(Path(options.table or ""), skipped), problems)
+    unread = f"; not predicted: {'; '.join(skipped)}" if skipped else ""
+    if table is not None:
+        problems += [f"no row of {options.table} has {one}{unread}" for one in _unmatched(table, options)]
     if problems:
         raise ConfigError(problems, SOURCE)
     if options.stage_times is not None:
         _print_stage_times(compare_stage_times(options.stage_times), as_json=options.json)
         return 0
-    rows = [row for row in table or () if _is_asked_for(row, options)]
+    rows = [row for row in table or () if all(any(map(of(row), wanted)) for _, wanted, of in _filters(options))]
     if not rows:
-        without = f"; not predicted: {'; '.join(skipped)}" if skipped else ""
         raise UserError(
-            f"no row of {options.table} is left: check --sets, --models and --attentions against its columns{without}"
+            f"no row of {options.table} is left: check --sets, --models and --attentions against its columns{unread}"
         )
     if options.fit is not None:
-        _fit(options, rows)
-        _print_skipped(skipped)
+        _fit(options, rows, skipped)
         return 0
     with few_collections():
         answer = _compare(options, rows)
     answer = replace(answer, skipped=skipped | answer.skipped)
     if not answer.outcomes:
         raise UserError(f"no row of {options.table} can be predicted: {'; '.join(answer.skipped)}")
+    _show(options, answer)
+    return 0
+
+
+def _show(options: Options, answer: Comparison) -> None:
+    """Print and draw errors."""
     if options.plot is not None:
         from pipeloom.accuracy.compare import parts_of
 
@@ -111,13 +130,27 @@ def run(words: list[str]) -> int:
         _print_table(tree)
         if options.groups:
             _print_groups(answer)
-    return 0
 
 
-def _is_asked_for(row: Row, options: Options) -> bool:
-    is_set = not options.sets or any(row.set_name.startswith(begin) for begin in options.sets)
-    is_model = not options.models or row.run.shape.name in options.models
-    return is_set and is_model and (not options.attentions or row.run.attention in options.attentions)
+_Filter = tuple[str, tuple[str, ...], Callable[[Row], Callable[[str], bool]]]
+"""A flag, its values, and from a row to whether it has a value."""
+
+
+def _filters(options: Options) -> list[_Filter]:
+    """The filters of rows that are given."""
+    found: list[_Filter] = [
+        ("--sets", options.sets, lambda row: row.set_name.startswith),
+        ("--models", options.models, lambda row: row.run.shape.name.__eq__),
+        ("--attentions", options.attentions, lambda row: row.run.attention.__eq__),
+    ]
+    return [one for one in found if one[1]]
+
+
+def _unmatched(rows: Sequence[Row], options: Options) -> Iterator[str]:
+    """Values of filters that no row has, with their flag."""
+    for flag, values, of in _filters(options):
+        if wrong := [value for value in dict.fromkeys(values) if not any(of(row)(value) for row in rows)]:
+            yield f"{flag} {' '.join(wrong)}"
 
 
 def _compare(options: Options, rows: Sequence[Row]) -> Comparison:
@@ -126,7 +159,8 @@ def _compare(options: Options, rows: Sequence[Row]) -> Comparison:
     return compare(rows, cluster, software)
 
 
-def _fit(options: Options, chosen: list[Row]) -> None:
+def _fit(options: Options, chosen: list[Row], skipped: dict[str, int]) -> None:
+    """Fit a program to rows, write and print it."""
     from pipeloom.accuracy.fit import first_guess, fit, write
     from pipeloom.accuracy.prior import shipped
 
@@ -148,6 +182,9 @@ def _fit(options: Options, chosen: list[Row]) -> None:
     result = fit(chosen, cluster, start, options.parameters, prior=prior)
     assert options.table is not None
     write(result, options.fit, options.table.name, source_of("software", name))
+    if options.json:
+        print(json.dumps(_fit_to_json(name, result, options.fit) | {"skipped": skipped}, indent=2))
+        return
     print(
         f"{name} on {result.cluster.name}: {len(result.rows)} rows, mean absolute error {result.error_before:.2%} "
         f"before and {result.error_after:.2%} after; written to {options.fit}"
@@ -155,6 +192,27 @@ def _fit(options: Options, chosen: list[Row]) -> None:
     for parameter, began in result.starts.items():
         edge = "  at the edge of what is possible" if parameter in result.at_bounds else ""
         print(f"  {parameter:<20}{began:>10.4g} -> {getattr(result.software.efficiency, parameter):<10.4g}{edge}")
+    _print_skipped(skipped)
+
+
+def _fit_to_json(name: str, result: "Fit", file: Path) -> dict[str, Any]:
+    """What ``--fit --json`` prints, without the rows that were skipped."""
+    return {
+        "program": name,
+        "cluster": result.cluster.name,
+        "rows": len(result.rows),
+        "error_before": result.error_before,
+        "error_after": result.error_after,
+        "file": str(file),
+        "efficiencies": {
+            parameter: {
+                "before": began,
+                "after": getattr(result.software.efficiency, parameter),
+                "is_at_bound": parameter in result.at_bounds,
+            }
+            for parameter, began in result.starts.items()
+        },
+    }
 
 
 def _share(value: float) -> str:

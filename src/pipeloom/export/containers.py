@@ -13,6 +13,8 @@ from pipeloom.export.job import Draft, Job
 from pipeloom.export.text import body, comment
 from pipeloom.export.torchrun import TARGET as TORCHRUN
 
+SITE = ("name", "image", "volume")
+"""Fields of ``Site`` that files for containers have."""
 MAX_RESTARTS = 100
 """Failures after which a controller does not start the run again.
 

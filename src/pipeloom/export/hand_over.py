@@ -129,9 +129,13 @@ def starting(config: RunConfig, cluster: Cluster, targets: Sequence[str] = ()) -
     return [target for target in chosen if target.starts and target not in refusing]
 
 
+def usual_targets(site: Site) -> list[str]:
+    """The targets where none is named: all, without those that need an image where there is none."""
+    return [name for name, target in TARGETS.items() if site.image or not target.needs_image]
+
+
 def _chosen(targets: Sequence[str], site: Site) -> list[Target]:
-    usual = [name for name, target in TARGETS.items() if site.image or not target.needs_image]
-    return [TARGETS[name] for name in dict.fromkeys(targets or usual)]
+    return [TARGETS[name] for name in dict.fromkeys(targets or usual_targets(site))]
 
 
 def _refused(chosen: Sequence[Target], job: Job) -> tuple[Refused, ...]:

@@ -328,7 +328,7 @@ class Target:
         problems: returns why it cannot express a run, a sentence each; empty if it can.
         make: returns the files of a run without such problems.
         starts: whether its files start the run; otherwise they describe a part of it.
-        needs_image: whether it runs containers; without an image it is then written only where it is named.
+        site: names of the fields of ``Site`` that its files have.
     """
 
     name: str
@@ -337,7 +337,12 @@ class Target:
     problems: Callable[[Job], list[str]]
     make: Callable[[Job], Draft]
     starts: bool = True
-    needs_image: bool = False
+    site: tuple[str, ...] = ()
+
+    @property
+    def needs_image(self) -> bool:
+        """Whether it runs containers; without an image it is written only where it is named."""
+        return "image" in self.site
 
 
 def make_job(config: RunConfig, cluster: Cluster, site: Site) -> Job:

@@ -7,7 +7,7 @@ The runtime is the job's own. A TrainJob that changes a runtime of the cluster w
 import math
 from typing import Any
 
-from pipeloom.export.containers import MAX_RESTARTS, Program, container_draft, container_problems, cores
+from pipeloom.export.containers import MAX_RESTARTS, SITE, Program, container_draft, container_problems, cores
 from pipeloom.export.job import Draft, Job, Target
 from pipeloom.export.torchrun import TARGET as TORCHRUN
 
@@ -149,6 +149,4 @@ def _pod(job: Job) -> dict[str, Any]:
     }
 
 
-TARGET = Target(
-    "kubeflow", "Kubeflow Trainer", (*TORCHRUN.files, SCRIPT, FILE), container_problems, _make, needs_image=True
-)
+TARGET = Target("kubeflow", "Kubeflow Trainer", (*TORCHRUN.files, SCRIPT, FILE), container_problems, _make, site=SITE)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pipeloom.export.containers import MAX_RESTARTS, Program, container_draft, container_problems, cores
+from pipeloom.export.containers import MAX_RESTARTS, SITE, Program, container_draft, container_problems, cores
 from pipeloom.export.job import Draft, Job, Target
 from pipeloom.export.torchrun import TARGET as TORCHRUN
 
@@ -88,4 +88,4 @@ def _task(job: Job, started: Draft) -> dict[str, Any]:
     }
 
 
-TARGET = Target("skypilot", "SkyPilot", (*TORCHRUN.files, SCRIPT, FILE), _problems, _make, needs_image=True)
+TARGET = Target("skypilot", "SkyPilot", (*TORCHRUN.files, SCRIPT, FILE), _problems, _make, site=SITE)

@@ -77,4 +77,4 @@ def _differences(job: Job) -> tuple[str, ...]:
     return tuple(found)
 
 
-TARGET = Target("slurm", "Slurm", (*TORCHRUN.files, SCRIPT), TORCHRUN.problems, _make)
+TARGET = Target("slurm", "Slurm", (*TORCHRUN.files, SCRIPT), TORCHRUN.problems, _make, site=("name", "time_limit"))

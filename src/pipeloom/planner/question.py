@@ -328,6 +328,11 @@ class Question:
         runs = self.launcher.recomputations
         return self.limits.recompute or tuple(kind for kind in usual if not runs or kind in runs)
 
+    def may_divide(self, *axes: str) -> bool:
+        """Whether a layout may have several ranks along one of these axes, such as ``pp``."""
+        sizes = [self.context_sizes if axis == "cp" else getattr(self.limits, axis) for axis in axes]
+        return self.num_devices > 1 and any(among is None or max(among, default=1) > 1 for among in sizes)
+
     @cached_property
     def context_sizes(self) -> tuple[int, ...]:
         """Sizes of the context axis to search: powers of two with which a rank has ``LEAST_CONTEXT`` tokens.

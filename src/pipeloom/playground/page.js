@@ -9,8 +9,14 @@ const START = { gather: 1, reduce: 1, stage_swap: 1, budget: 4, weight: 1 };
 const isText = (s) => s.family === OWN_TEXT;
 const family = (s) => choices.families.find((one) => one.name === s.family);
 const isFamily = (s) => !isText(s);
-const moves = (s) => s.balance || s.offload;
-const communicates = (s) => s.communication || s.transfer > 0 || s.reduce_grad || [s.unshard, s.tied, s.update, s.resident].some((one) => one !== null);
+const trains = (s) => isText(s) || family(s).trains;
+const hasOthers = (s) => isText(s) || s.pp > 1;
+const splits = (s) => isText(s) || family(s).splits || s.split_backward !== null && family(s).trains;
+const balances = (s) => s.balance && trains(s) && hasOthers(s);
+const moves = (s) => balances(s) || s.offload && trains(s);
+const reduces = (s) => s.reduce_grad && trains(s);
+const communicates = (s) => s.communication || s.transfer > 0 || reduces(s) || s.update !== null && trains(s)
+  || [s.unshard, s.tied, s.resident].some((one) => one !== null);
 
 // kind: slider and number (of a whole number, or of any with `step`), check, choice, list (of whole numbers).
 // `empty` is what stands in an input that may be left out; `fixed` is the value that a family has, which is shown.
@@ -21,25 +27,25 @@ const GROUPS = [
     { name: "num_microbatches", label: "micro-batches", kind: "slider", min: 1, max: 128, on: isFamily },
     { name: "slices", label: "token slices", kind: "slider", min: 1, max: 16 },
     { name: "group_size", label: "group size", kind: "number", min: 1, empty: "smallest", on: (s) => isFamily(s) && family(s).grouped },
-    { name: "placement", label: "placement", kind: "choice", empty: "default", options: () => choices.placements, on: (s) => isFamily(s) && family(s).placement === null },
+    { name: "placement", label: "placement", kind: "choice", empty: "default", options: () => choices.placements, on: (s) => isFamily(s) && family(s).placement === null && hasOthers(s) },
   ]],
   ["Costs", [
     { name: "forward", label: "forward", kind: "slider", min: 0.1, max: 4, step: 0.1 },
-    { name: "backward", label: "backward", kind: "slider", min: 0.1, max: 8, step: 0.1 },
-    { name: "weight", label: "W, of a split backward", kind: "number", min: 0, step: 0.1, empty: "half", on: (s) => isText(s) || family(s).splits || s.split_backward !== null },
-    { name: "transfer", label: "transfer", kind: "slider", min: 0, max: 2, step: 0.05 },
+    { name: "backward", label: "backward", kind: "slider", min: 0.1, max: 8, step: 0.1, on: trains },
+    { name: "weight", label: "W, of a split backward", kind: "number", min: 0, step: 0.1, empty: "half", on: splits },
+    { name: "transfer", label: "transfer", kind: "slider", min: 0, max: 2, step: 0.05, on: hasOthers },
   ]],
   ["Sharding", [
     { name: "unshard", label: "gather weights", kind: "choice", empty: "no", options: () => ["1", "2", "3", "4", "all"], hint: "stages gathered at once" },
     { name: "prefetch", label: "gather ahead", kind: "number", min: 0, on: (s) => s.unshard !== null, hint: "visits to other stages" },
     { name: "gather", label: "cost of a gather", kind: "slider", min: 0, max: 8, step: 0.1, on: (s) => isText(s) || s.unshard !== null },
-    { name: "reduce_grad", label: "reduce gradients", kind: "check" },
-    { name: "gradient_buffers", label: "gradient buffers", kind: "number", min: 1, empty: "all", on: (s) => s.reduce_grad },
-    { name: "reduce", label: "cost of a reduction", kind: "slider", min: 0, max: 8, step: 0.1, on: (s) => isText(s) || s.reduce_grad },
+    { name: "reduce_grad", label: "reduce gradients", kind: "check", on: trains },
+    { name: "gradient_buffers", label: "gradient buffers", kind: "number", min: 1, empty: "all", on: reduces },
+    { name: "reduce", label: "cost of a reduction", kind: "slider", min: 0, max: 8, step: 0.1, on: (s) => isText(s) || reduces(s) },
   ]],
   ["Memory", [
-    { name: "balance", label: "balance (evict to a partner)", kind: "check" },
-    { name: "offload", label: "offload to the host", kind: "check" },
+    { name: "balance", label: "balance (evict to a partner)", kind: "check", on: (s) => trains(s) && hasOthers(s) },
+    { name: "offload", label: "offload to the host", kind: "check", on: trains },
     { name: "budget", label: "memory limit of a rank", kind: "number", min: 0, step: 0.5, empty: "none", on: moves, hint: "stage inputs: for each micro-batch one of each loop" },
     { name: "move", label: "cost of a move", kind: "slider", min: 0, max: 4, step: 0.1, on: (s) => isText(s) || moves(s) },
     { name: "keep", label: "kept whole, by rank", kind: "list", empty: "all", on: (s) => isFamily(s) && family(s).trains, hint: "such as 2 2 2 2; the others are recomputed" },
@@ -47,11 +53,11 @@ const GROUPS = [
     { name: "stage_swap", label: "cost of a stage swap", kind: "slider", min: 0, max: 8, step: 0.1, on: (s) => isText(s) || s.resident !== null },
   ]],
   ["More passes", [
-    { name: "split_backward", label: "split backwards", kind: "choice", empty: "no", options: () => ["0", "1", "2", "4", "8", "end"], hint: "W follows so many places later" },
-    { name: "communication", label: "sends and receives", kind: "check" },
-    { name: "receive_buffers", label: "receives posted ahead", kind: "number", min: 1, on: communicates },
+    { name: "split_backward", label: "split backwards", kind: "choice", empty: "no", options: () => ["0", "1", "2", "4", "8", "end"], on: (s) => isText(s) || family(s).trains && !family(s).splits, hint: "W follows so many places later" },
+    { name: "communication", label: "sends and receives", kind: "check", on: hasOthers },
+    { name: "receive_buffers", label: "receives posted ahead", kind: "number", min: 1, on: (s) => hasOthers(s) && communicates(s) },
     { name: "tied", label: "cost of a tied matrix", kind: "number", min: 0, step: 0.1, empty: "none", hint: "of embedding and head, sent each step" },
-    { name: "update", label: "optimizer steps", kind: "choice", empty: "none", options: () => ["at-once", "at-the-end", "in-the-next-step"] },
+    { name: "update", label: "optimizer steps", kind: "choice", empty: "none", options: () => ["at-once", "at-the-end", "in-the-next-step"], on: trains },
   ]],
 ];
 const OPEN = ["Sizes", "Costs"];

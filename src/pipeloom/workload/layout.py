@@ -366,10 +366,10 @@ class Layout(WithAxes):
                 yield replace(fewer, shard=shard, replicate=copies if copies > 1 and not others else None)
 
     def of_forwards(self) -> "Layout":
-        """The same stages on the ranks of one replica, which run forwards only, of whole sequences."""
+        """The same stages, or those to be chosen, on the ranks of one replica: forwards only, of whole sequences."""
         return Layout(
             pp=self.pp,
-            loops=self.num_loops,
+            loops=self.loops if self.is_automatic else self.num_loops,
             tp=self.tp,
             sequence_parallel=self.sequence_parallel,
             partition=self.partition,

@@ -16,7 +16,7 @@ from pipeloom import train
 from pipeloom.cli import main
 from pipeloom.cli.generate import COMMAND, _forwards, _problems
 from pipeloom.cli.run_config import parse_words
-from pipeloom.config import CheckpointConfig, ModelConfig, OutputConfig, TrainingConfig
+from pipeloom.config import CheckpointConfig, ModelConfig, OutputConfig, ScheduleConfig, TrainingConfig
 from pipeloom.config.file import format_run, read_run_file
 from pipeloom.training.conversions.export import export_weights
 from pipeloom.training.inference import generation
@@ -158,6 +158,37 @@ def test_a_run_whose_model_file_is_gone_has_the_model_of_its_checkpoint(trained,
     assert "no such file" in capfd.readouterr().err
 
 
+def test_what_forwards_do_not_read_of_a_run_refuses_no_other_layout(trained, tmp_path, capfd):
+    moved, text = tmp_path / "moved", tmp_path / "text.txt"
+    shutil.copytree(trained["llama"], moved)
+    config, _ = read_run_file(moved / "config.toml")
+    layout = replace(config.layout, pp=2, loops=1, recompute="full", boundary="int8")
+    config = replace(config, layout=layout, schedule=ScheduleConfig(family="1f1b", keep=(2, 1)))
+    (moved / "config.toml").write_text(format_run(config))
+    text.write_text("the cat and the dog\n" * 9)
+    words = ["--data.path", str(text), "--data.seq-len", "16", "--json"]
+    own = ["--layout.pp", "1", "--layout.loops", "3", "--layout.dp", "2", "--layout.microbatches", "1", "3"]
+    for run, layout in ((trained["llama"], []), (moved, own)):
+        assert main(["evaluate", str(run), *layout, *words]) == 0
+    losses = [json.loads(line)["loss"] for line in capfd.readouterr().out.splitlines()]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    assert main(["evaluate", str(moved), *own, *words, "--layout.num-microbatches", "2"]) == 2
+    assert "layout.num_microbatches 2 has no effect with layout.microbatches" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--schedule.family", "--schedule.group-size", "--schedule.keep", "--schedule.balance", "--schedule.offload"),
+        *("--schedule.activation-budget", "--schedule.gradient-buffers", "--schedule.file", "--layout.recompute"),
+        *("--layout.recompute-layers", "--layout.average-every", "--layout.boundary", "--layout.token-slices"),
+    ],
+)
+def test_what_forwards_do_not_read_is_no_flag_of_evaluate(trained, capsys, flag):
+    assert main(["evaluate", str(trained["llama"]), flag]) == 2
+    assert f"{flag} has no effect on evaluate; leave it out" in capsys.readouterr().err
+
+
 def test_an_exported_folder_has_the_loss_of_its_run(trained, tmp_path, capfd):
     run, out, text = trained["gemma3"], tmp_path / "out", tmp_path / "text.txt"
     text.write_text("the cat and the dog\n" * 9)
@@ -242,6 +273,12 @@ def test_a_prompt_may_have_several_lines(trained, capfd):
         (["--prompt", "a", "--layout.dp", "2"], "--layout.dp has no effect on generate"),
         (["--prompt", "a", "--layout.pp", "9"], "need"),
         (["--prompts", "nowhere.txt"], "cannot read nowhere.txt"),
+        (["--prompt", "a", "--layout.loops", "auto"], "set a number of layout.loops"),
+        (["--prompt", "a", "--layout.loops", "auto", "--layout.pp", "2"], "set a number of layout.loops"),
+        (
+            ["--prompt", "a", "--temperature", "0", "--top-k", "3", "--top-p", "1", "--seed", "0"],
+            "--top-k, --top-p, --seed have no effect with --temperature 0; leave them out",
+        ),
     ],
 )
 def test_what_cannot_be_generated_is_refused(trained, capsys, words, message):

@@ -20,7 +20,7 @@ from pipeloom.passes.balance import pair_ranks
 from pipeloom.planner.bounds import Floats
 from pipeloom.planner.candidate import TRIES, Candidate, knobs_of
 from pipeloom.planner.space import Leaf
-from pipeloom.planner.strategies.strategy import STRATEGIES, SearchState, Strategy
+from pipeloom.planner.strategies.strategy import STRATEGIES, SearchState, Strategy, one_rank_limit
 from pipeloom.predict.memory import held_for_backwards, kept_by_stage
 from pipeloom.predict.step import compute_schedule
 from pipeloom.workload.layout import StrategyName, paired_order
@@ -201,6 +201,7 @@ STRATEGIES.add(
         least=_least_s,
         build=_move,
         is_in=lambda step: step.knobs.moves.balance,
+        limit=one_rank_limit,
         takes_frozen=False,
     ),
 )

@@ -12,7 +12,7 @@ from pipeloom.errors import UserError
 from pipeloom.planner.candidate import Candidate, knobs_of
 from pipeloom.planner.question import ORDER_TRIES
 from pipeloom.planner.space import Leaf
-from pipeloom.planner.strategies.strategy import STRATEGIES, SearchState, Strategy
+from pipeloom.planner.strategies.strategy import STRATEGIES, SearchState, Strategy, one_rank_limit
 from pipeloom.predict.orders import find_order, order_work
 from pipeloom.predict.step import lowered
 
@@ -80,6 +80,7 @@ STRATEGIES.add(
         estimate=_estimate_s,
         build=_build,
         is_in=lambda step: step.knobs.found is not None,
+        limit=one_rank_limit,
         takes_frozen=False,
     ),
 )

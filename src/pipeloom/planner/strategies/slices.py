@@ -10,7 +10,7 @@ from dataclasses import replace
 from pipeloom.planner.candidate import Candidate, complete
 from pipeloom.planner.slice_lengths import best_slices, modelled_table
 from pipeloom.planner.space import Leaf
-from pipeloom.planner.strategies.strategy import STRATEGIES, SearchState, Strategy
+from pipeloom.planner.strategies.strategy import STRATEGIES, SearchState, Strategy, one_rank_limit
 from pipeloom.predict.step import SimulatedStep
 
 NUMBERS = (2, 4, 8)
@@ -87,5 +87,6 @@ STRATEGIES.add(
         build=_build,
         is_in=lambda step: step.knobs.choice.num_slices > 1,
         refine=_with_programmed_lengths,
+        limit=one_rank_limit,
     ),
 )

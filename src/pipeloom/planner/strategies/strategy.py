@@ -86,3 +86,8 @@ def naming_strategy(name: str) -> Iterator[None]:
 
 STRATEGIES: Registry[Strategy] = Registry("strategy", "pipeloom.strategies", Strategy)
 """Every strategy by name."""
+
+
+def one_rank_limit(question: Question) -> str | None:
+    """The ``limit`` of strategies that need several pipeline ranks."""
+    return None if question.may_divide("pp") else "every layout has one pipeline rank"
