@@ -212,6 +212,12 @@ def test_a_folder_is_planned_with_its_weights_and_its_tokenizer_from_anywhere(tm
     ]
     assert main([*given, *SMALL, "--pp", "2", "--out", "out"]) == 0
     assert "weights: of hf; without checkpoint.init the run would begin from random ones" in capsys.readouterr().out
+    for more in ([], ["--json"]):  # Megatron-LM reads no such folder, so nothing starts the layout
+        assert main([*given, *SMALL, "--pp", "2", "--for", "megatron", "--export", "megatron", *more]) == 2
+        printed = capsys.readouterr()
+        assert "cannot express this run" in (printed.err if more else printed.out)
+        assert "name its config.json as the model in place of the folder" in " ".join("".join(printed).split())
+        assert not list((tmp_path / "megatron").glob("*.sh"))
     found = read_run_file(tmp_path / "out" / "run.toml")[0]
     folder = tmp_path / "hf"
     assert (found.model.file, found.model.preset) == (folder, None)
@@ -662,7 +668,7 @@ def test_programs_are_named_for_an_export_if_they_can_start_the_first_row(model,
     _, _, proposed = " ".join(capsys.readouterr().out.split()).partition("Next: ")
     found = re.search(r"--export start in place of --out planned writes start files for (.*?)\. pipeloom", proposed)
     assert (re.split(", | and ", found[1]) if found else []) == programs
-    assert main([*command, "--export", str(tmp_path / "start")]) == 0
+    assert main([*command, "--export", str(tmp_path / "start")]) == (0 if programs or changes.get("cluster") else 2)
     answers = re.findall(r"^(\w+): (.+?)( cannot express this run)?$", capsys.readouterr().out, re.MULTILINE)
     assert [
         program for name, program, why in answers if name in TARGETS and TARGETS[name].starts and not why

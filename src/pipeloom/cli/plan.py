@@ -72,8 +72,9 @@ def _run_one(options: Options, request: Request, words: list[str]) -> int:
         if not options.json:
             print(f"\npage: {options.html}")
     is_met = answer.best is not None and _meets_goal(request, answer.rows[options.row - 1])
+    is_written = True
     if is_met:
-        write_layout(request, answer.rows[options.row - 1])
+        is_written = write_layout(request, answer.rows[options.row - 1])
     elif not options.json and (options.out or options.export):
         why = "there is no layout to write" if answer.best is None else "the layout does not meet the goal"
         print(f"\nnothing is written: {why}")
@@ -82,7 +83,7 @@ def _run_one(options: Options, request: Request, words: list[str]) -> int:
     if answer.stopped == "interrupt":
         # The shells' status of an interrupted command: a script must not take part of an answer for all of it.
         return 130
-    return 0 if is_met else 1
+    return (0 if is_written else 2) if is_met else 1
 
 
 def _meets_goal(request: Request, step: SimulatedStep) -> bool:

@@ -77,7 +77,7 @@ def run_each(options: Options, requests: Mapping[Choice, Request | UserError], w
     A time limit is that of the whole answer: each question has an equal share of what is left.
 
     Returns:
-        1 if nothing fits, or nothing meets the goal; 130 after Ctrl-C.
+        1 if nothing fits, or nothing meets the goal; 2 if no program can start the layout; 130 after Ctrl-C.
     """
     answers = _answers(options, requests)
     goal = next(one.goal for one in requests.values() if isinstance(one, Request))
@@ -88,8 +88,9 @@ def run_each(options: Options, requests: Mapping[Choice, Request | UserError], w
     else:
         print_sections(_sections(answers, offers, goal))
     is_interrupted = any(one.plan is not None and one.plan.stopped == "interrupt" for one in answers)
+    is_written = True
     if chosen is not None and chosen.answer.request is not None and not is_interrupted:
-        write_layout(chosen.answer.request, chosen.step)
+        is_written = write_layout(chosen.answer.request, chosen.step)
     elif not options.json and (options.out or options.export):
         why = "there is no layout to write"
         if is_interrupted:
@@ -99,6 +100,8 @@ def run_each(options: Options, requests: Mapping[Choice, Request | UserError], w
         _print_next(answers, chosen, words, is_written=options.out is not None or options.export is not None)
     if is_interrupted:
         return 130
+    if not is_written:
+        return 2
     return 0 if (chosen is not None if goal is not None else any(one.step for one in answers)) else 1
 
 

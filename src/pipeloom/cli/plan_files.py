@@ -15,6 +15,7 @@ from pipeloom.planner.run_file import run_config
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.runs.run_folder import SCHEDULE
 from pipeloom.system.files import read_text, write_text
+from pipeloom.terminal.guard import print_beside
 from pipeloom.terminal.sections import Section
 from pipeloom.terminal.words import count
 
@@ -22,8 +23,12 @@ _MOST_ORDERED = 200_000
 """Actions up to which the order of a layout is made again, in about a second."""
 
 
-def write_layout(request: Request, best: SimulatedStep) -> None:
-    """Write a layout to the folders of ``--out`` and ``--export``, if they are given."""
+def write_layout(request: Request, best: SimulatedStep) -> bool:
+    """Write a layout to the folders of ``--out`` and ``--export``, if they are given.
+
+    Returns:
+        Whether a program can start it, if start files are wanted.
+    """
     options = request.options
     folder = options.out or options.export
     # The file of a cluster whose groups of nodes the layout has in another order.
@@ -48,14 +53,23 @@ def write_layout(request: Request, best: SimulatedStep) -> None:
             print(f"\nschedule: {options.out / SCHEDULE}; pipeloom train takes it as --schedule.file")
     if not options.json:
         _print_remarks(request, config, is_written=folder is not None)
-    if options.export is not None:
-        from pipeloom.cli.launch import print_handed_over
-        from pipeloom.export import hand_over
+    return options.export is None or _hand_over(request, config, best, options.export)
 
-        done = hand_over(config, best.cluster, options.export, _targets(request))
-        if not options.json:
-            print()
-            print_handed_over(done)
+
+def _hand_over(request: Request, config: RunConfig, best: SimulatedStep, folder: Path) -> bool:
+    """Write start files and print which; returns whether there are any."""
+    from pipeloom.cli.launch import print_handed_over
+    from pipeloom.export import hand_over
+
+    done = hand_over(config, best.cluster, folder, _targets(request))
+    if not request.options.json:
+        print()
+        print_handed_over(done)
+    elif not done.written:
+        for refused in done.refused:
+            reasons = "; ".join(refused.reasons)
+            print_beside(f"{refused.target.name}: {refused.target.program} cannot express this run: {reasons}")
+    return bool(done.written)
 
 
 def _print_remarks(request: Request, config: RunConfig, *, is_written: bool) -> None:

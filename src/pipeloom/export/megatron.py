@@ -47,8 +47,9 @@ _FLAGS = {
 """Hyperparameter -> flag of Megatron-LM; text and tokenizer are in DATA."""
 
 _CONVERT = (
-    "convert it by tools/checkpoint/convert.py of Megatron-LM, name it as model.file instead, and start the script "
-    "with --pretrained-checkpoint and the converted folder"
+    "convert it by Megatron Bridge, or by tools/checkpoint/convert.py of Megatron-LM for some models and equal stages; "
+    "name its config.json as the model in place of the folder (--model of pipeloom plan, model.file of a run), and "
+    "start the script with --pretrained-checkpoint and the converted folder"
 )
 
 
