@@ -157,7 +157,7 @@ HUGE = {
 }
 
 
-READERS = ("train", "verify", "simulate", "slices", "launch")
+READERS = ("train", "verify", "slices", "simulate", "launch")
 
 
 @pytest.mark.parametrize(("command", "what"), list(zip(READERS, HUGE, strict=True)))
@@ -271,16 +271,23 @@ def of_plugins(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(("command", "words"), [(evaluate, ["--data.path", "."]), (generate, ["--prompt", "To be"])])
-def test_what_reads_a_trained_model_needs_neither_its_optimizer_nor_its_family(of_plugins, command, words):
-    found = parse_words(command.COMMAND, [str(of_plugins), *words], command._problems).options
+@pytest.mark.parametrize(
+    ("command", "judge", "words"),
+    [
+        (evaluate.COMMAND, evaluate._judge(()), ["--data.path", "."]),
+        (generate.COMMAND, generate._problems, ["--prompt", "To be"]),
+    ],
+    ids=["evaluate", "generate"],
+)
+def test_what_reads_a_trained_model_needs_neither_its_optimizer_nor_its_family(of_plugins, command, judge, words):
+    found = parse_words(command, [str(of_plugins), *words], judge).options
     assert (found.optimizer, found.schedule) == (OptimizerConfig(), ScheduleConfig())
 
 
-def test_an_unknown_family_of_a_flag_is_refused_there_too(of_plugins):
-    words = [str(of_plugins), "--schedule.family", "eagre"]
-    with pytest.raises(ConfigError, match="there is no schedule 'eagre'"):
-        parse_words(evaluate.COMMAND, words, evaluate._problems)
+def test_a_family_of_a_flag_is_refused_there(of_plugins):
+    words = [str(of_plugins), "--schedule.family", "eager"]
+    with pytest.raises(ConfigError, match="--schedule.family has no effect on evaluate"):
+        parse_words(evaluate.COMMAND, words, evaluate._judge(()))
 
 
 def test_training_needs_both(of_plugins):

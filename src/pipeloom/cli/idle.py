@@ -89,7 +89,8 @@ def _read(command: Command[Any], found: Words, known: Mapping[str, Option]) -> A
 
 
 def _is_set(value: Any) -> bool:
-    return value not in (None, False, (), MISSING)
+    # Not by equality: 0 equals False, and is set.
+    return value != () and not any(value is unset for unset in (None, False, MISSING))
 
 
 def _flag(name: str) -> str:
