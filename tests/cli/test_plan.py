@@ -20,6 +20,7 @@ from pipeloom.cli.run_config import parse_config
 from pipeloom.cli.train import COMMAND
 from pipeloom.config import hyperparameter_problems, unset
 from pipeloom.config.file import read_run_file
+from pipeloom.data.tokenizer import ByteTokenizer
 from pipeloom.export.hand_over import TARGETS
 from pipeloom.planner.choice import SIMPLER
 from pipeloom.planner.plan import make_question, plan
@@ -212,16 +213,17 @@ def test_a_folder_is_planned_with_its_weights_and_its_tokenizer_from_anywhere(tm
     ]
     assert main([*given, *SMALL, "--pp", "2", "--out", "out"]) == 0
     assert "weights: of hf; without checkpoint.init the run would begin from random ones" in capsys.readouterr().out
+    found = read_run_file(tmp_path / "out" / "run.toml")[0]
+    folder = tmp_path / "hf"
+    assert (found.model.file, found.model.preset) == (folder, None)
+    assert (found.checkpoint.init, found.data.tokenizer) == (folder, folder)
+    (folder / "tokenizer.json").write_text(ByteTokenizer().files()["tokenizer.json"])
     for more in ([], ["--json"]):  # Megatron-LM reads no such folder, so nothing starts the layout
         assert main([*given, *SMALL, "--pp", "2", "--for", "megatron", "--export", "megatron", *more]) == 2
         printed = capsys.readouterr()
         assert "cannot express this run" in (printed.err if more else printed.out)
         assert "name its config.json as the model in place of the folder" in " ".join("".join(printed).split())
         assert not list((tmp_path / "megatron").glob("*.sh"))
-    found = read_run_file(tmp_path / "out" / "run.toml")[0]
-    folder = tmp_path / "hf"
-    assert (found.model.file, found.model.preset) == (folder, None)
-    assert (found.checkpoint.init, found.data.tokenizer) == (folder, folder)
 
 
 def test_equivalent_layouts_are_listed_first_and_row_1_is_written(model, tmp_path, capsys):
