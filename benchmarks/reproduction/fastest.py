@@ -13,6 +13,7 @@ import numpy as np
 
 from pipeloom.cost.placed import Placed
 from pipeloom.planner.bounds import Bounds, Sharded
+from pipeloom.planner.stages import Stages
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.workload.axes import divisors
 from reproduction.machine import Candidate
@@ -25,7 +26,7 @@ def loop_counts(layers: int, pp: int) -> list[int]:
 
 @lru_cache(maxsize=8192)
 def _bounds(placed: Placed) -> Bounds:
-    return Bounds(placed)
+    return Bounds(placed, Stages(placed))
 
 
 def bounds_of(candidate: Candidate) -> Sharded:

@@ -14,7 +14,7 @@ from pipeloom.cli.plan_options import Options
 from pipeloom.cli.run_config import source_of
 from pipeloom.config import RunConfig, ScheduleConfig, in_order, with_pretrained
 from pipeloom.config.any_layout import problems_in_any_layout
-from pipeloom.config.file import read_run_file
+from pipeloom.config.file import open_run_file
 from pipeloom.config.layout_problems import narrow_problems
 from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import ConfigError
@@ -326,12 +326,12 @@ def _first(*values: Any) -> Any:
 
 def _read(path: Path, options: Options, problems: list[str]) -> RunConfig:
     """Read the run file, with the sequence length of the question, on which the sizes of some models depend."""
-    config, found = read_run_file(path)
+    config, found, given = open_run_file(path)
     if options.model is not None:  # in place of the file's, which is not judged
-        config = replace(config, model=ModelConfig())
+        config, given = replace(config, model=ModelConfig()), frozenset[str]()
     if options.seq is not None:
         config = replace(config, data=replace(config.data, seq_len=options.seq))
-    config, unknown = with_model_sizes(with_pretrained(config))
+    config, unknown = with_model_sizes(with_pretrained(config), given)
     # Without a type of its own the run has the planned one, which is judged where it is known.
     training = replace(config.training, dtype=options.dtype or config.training.dtype or "bfloat16")
     training = replace(training, matmul_dtype=options.matmul_dtype or training.matmul_dtype)

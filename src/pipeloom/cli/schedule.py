@@ -12,7 +12,7 @@ from pipeloom.cli.flags import SOURCE, or_note, read_flags
 from pipeloom.cli.idle import each, given_in, idle_problems
 from pipeloom.cli.reference import Command, Output, Place
 from pipeloom.config import decided_problems, in_order
-from pipeloom.config.file import read_run_file
+from pipeloom.config.file import open_run_file
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.export.torch_csv import format_torch_csv, parse_torch_csv
 from pipeloom.families import FAMILIES
@@ -161,8 +161,8 @@ def _run_recipe(options: Options, file: Path, asked: Collection[str]) -> tuple[R
     """The recipe of a run file, with the bytes of its stages."""
     problems = [*_option_problems(options, asked), *_unused_problems("the run", _MAKE, asked)]
     problems += [f"FAMILY {options.family} has no effect with --run; leave one out"] if options.family else []
-    config, found = read_run_file(file)
-    config, unknown = with_model_sizes(config)
+    config, found, given = open_run_file(file)
+    config, unknown = with_model_sizes(config, given)
     problems += in_order([*found, *unknown, *decided_problems(config, trains=False, is_model_known=not unknown)])
     if problems:
         raise ConfigError(problems, str(file))
