@@ -274,7 +274,7 @@ def of_plugins(tmp_path):
 @pytest.mark.parametrize(
     ("command", "judge", "words"),
     [
-        (evaluate.COMMAND, evaluate._judge(()), ["--data.path", "."]),
+        (evaluate.COMMAND, evaluate._judge, ["--data.path", "."]),
         (generate.COMMAND, generate._problems, ["--prompt", "To be"]),
     ],
     ids=["evaluate", "generate"],
@@ -287,7 +287,7 @@ def test_what_reads_a_trained_model_needs_neither_its_optimizer_nor_its_family(o
 def test_a_family_of_a_flag_is_refused_there(of_plugins):
     words = [str(of_plugins), "--schedule.family", "eager"]
     with pytest.raises(ConfigError, match="--schedule.family has no effect on evaluate"):
-        parse_words(evaluate.COMMAND, words, evaluate._judge(()))
+        parse_words(evaluate.COMMAND, words, evaluate._judge)
 
 
 def test_training_needs_both(of_plugins):

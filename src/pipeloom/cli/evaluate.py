@@ -1,11 +1,9 @@
 """``pipeloom evaluate``: the loss of a trained model on a text."""
 
-from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pipeloom.cli.idle import given_in
 from pipeloom.cli.reference import Command, Place
 from pipeloom.cli.run_config import EVALUATION, parse_words, tokenizer_problems
 from pipeloom.config import CheckpointConfig, RunConfig, decided_problems, unset
@@ -44,17 +42,9 @@ COMMAND = Command(
 )
 
 
-def _forwards(config: RunConfig, flags: Collection[str]) -> RunConfig:
-    """The run with defaults for what its forwards do not read of layout and schedule, so that these refuse nothing.
-
-    Args:
-        config: of the run, with the flags over it.
-        flags: names of the settings that flags set.
-    """
+def _forwards(config: RunConfig) -> RunConfig:
+    """The run with defaults for what its forwards do not read of layout and schedule, so that these refuse nothing."""
     layout, schedule = (replace(getattr(config, name), **_unread(name)) for name in ("layout", "schedule"))
-    numbers = layout.own_microbatches
-    if numbers and "layout.num_microbatches" not in flags:  # that of the run is of its own replicas
-        layout = layout.divided(numbers)
     return replace(config, layout=layout, schedule=schedule)
 
 
@@ -65,26 +55,23 @@ def _unread(section: str) -> dict[str, Any]:
     return {name: getattr(default, name) for name in names}
 
 
-def _judge(flags: Collection[str]) -> Callable[..., list[str]]:
-    def judge(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
-        # The checkpoint that the run began with may be gone.
-        forwards = replace(_forwards(config, flags), checkpoint=CheckpointConfig())
-        found = decided_problems(forwards, is_model_known=is_model_known)
-        if "data.path" in unset(config):
-            found.append("data.path must be set, since a model of Hugging Face folders has no text")
-        return [*found, *tokenizer_problems(config)]
-
-    return judge
+def _judge(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
+    # The checkpoint that the run began with may be gone.
+    forwards = replace(_forwards(config), checkpoint=CheckpointConfig())
+    found = decided_problems(forwards, is_model_known=is_model_known)
+    if "data.path" in unset(config):
+        found.append("data.path must be set, since a model of Hugging Face folders has no text")
+    return [*found, *tokenizer_problems(config)]
 
 
 def run(words: list[str]) -> int:
     """Parse the configuration, evaluate on its ranks, print the loss."""
-    options, _, flags, _ = parse_words(COMMAND, words, _judge(given_in(COMMAND, words)))
+    options, _, flags, _ = parse_words(COMMAND, words, _judge)
     with kept_imports():
         from pipeloom.training.inference.evaluation import evaluate_run
 
     is_whole = "data.path" in flags
-    found = evaluate_run(_forwards(options, flags), options.config, is_whole=is_whole, num_batches=options.batches)
+    found = evaluate_run(_forwards(options), options.config, is_whole=is_whole, num_batches=options.batches)
     if found is None:  # on other ranks of a launcher
         return 0
     if options.json:

@@ -172,8 +172,8 @@ def test_what_forwards_do_not_read_of_a_run_refuses_no_other_layout(trained, tmp
         assert main(["evaluate", str(run), *layout, *words]) == 0
     losses = [json.loads(line)["loss"] for line in capfd.readouterr().out.splitlines()]
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
-    assert main(["evaluate", str(moved), *own, *words, "--layout.num-microbatches", "2"]) == 2
-    assert "layout.num_microbatches 2 has no effect with layout.microbatches" in capfd.readouterr().err
+    assert main(["evaluate", str(moved), *own, *words, "--layout.num-microbatches", "7"]) == 2
+    assert "layout.num_microbatches 7 has no effect with layout.microbatches" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
