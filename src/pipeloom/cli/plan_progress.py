@@ -30,6 +30,7 @@ class PlanProgress(Bar):
         super().__init__(sys.stderr, *columns, total=1, is_shown=is_shown, transient=True, layouts="finds layouts")
         self._text, self._begin, self._is_shown = "finds layouts", time.monotonic(), is_shown
         self._first_s, self._is_over, self._best = first_s, threading.Event(), ""
+        self._lines = threading.Thread(target=self._write_lines, daemon=True)
 
     def __enter__(self) -> Self:
         """Start the bar and the lines."""
@@ -37,7 +38,7 @@ class PlanProgress(Bar):
         if self._is_shown:
             # A thread, since one bound may take longer than the time between two lines; a daemon, so that it never
             # keeps the process alive.
-            threading.Thread(target=self._write_lines, daemon=True).start()
+            self._lines.start()
         return self
 
     def __exit__(
@@ -45,6 +46,8 @@ class PlanProgress(Bar):
     ) -> None:
         """Remove the bar, or stop the lines."""
         self._is_over.set()
+        if self._is_shown:
+            self._lines.join(timeout=1.0)  # no line of it behind the answer
         super().__exit__(kind, error, trace)
 
     def show(self, decided: int, layouts: int) -> None:
