@@ -108,10 +108,10 @@ def differing(trial: Trial) -> frozenset[str]:
     return frozenset(one.name for one in fields(Trial) if getattr(trial, one.name) != one.default)
 
 
-def _start(trial: Trial, given: Schedule | None, asked: Collection[str]) -> Choice | Schedule:
+def _start(trial: Trial, given: Schedule | None, checked: Collection[str]) -> Choice | Schedule:
     """The family with its sizes, or the schedule that is given."""
     choice = trial_choice(trial)
-    problems = [*trial_problems(trial, asked), *(choice.problems() if given is None else [])]
+    problems = [*trial_problems(trial, checked), *(choice.problems() if given is None else [])]
     if problems:
         raise ConfigError(problems, "the command line")
     split = trial.split_backward
@@ -124,7 +124,7 @@ def _start(trial: Trial, given: Schedule | None, asked: Collection[str]) -> Choi
     if split is None:
         return schedule
     found = split_backward(schedule, None if split == "end" else split)
-    if found.rows == schedule.rows and "split_backward" in asked:
+    if found.rows == schedule.rows and "split_backward" in checked:
         raise ConfigError([f"{flag('split_backward')} has no effect: {_UNSPLIT}; leave it out"], "the command line")
     return found
 
@@ -166,14 +166,14 @@ def with_same_work(trial: Trial, num_stages: int, first_num_stages: int) -> Tria
     return replace(trial, **scaled, budget=None if trial.budget is None else trial.budget / ratio)
 
 
-def trial_problems(trial: Trial, asked: Collection[str] | None = None) -> list[str]:
+def trial_problems(trial: Trial, checked: Collection[str] | None = None) -> list[str]:
     """What is wrong with the numbers of a trial, a sentence each; the family with its sizes checks its own.
 
     Args:
         trial: the numbers.
-        asked: fields that have to have an effect; ``None``: those with another value than the default.
+        checked: fields that have to have an effect; ``None``: those with another value than the default.
     """
-    problems, asked = list[str](), differing(trial) if asked is None else asked
+    problems, checked = list[str](), differing(trial) if checked is None else checked
     for name, limit in _BOUNDS.items():
         value = getattr(trial, name)
         # NaN is neither above nor at 0.
@@ -195,7 +195,7 @@ def trial_problems(trial: Trial, asked: Collection[str] | None = None) -> list[s
         ("gradient_buffers", "reduce-grad", trial.reduce_grad),
         ("receive_buffers", "communication", _communicates(trial)),
     ):
-        if not is_used and name in asked:
+        if not is_used and name in checked:
             problems.append(f"{flag(name)} has no effect without --{needed}")
     return problems
 
@@ -207,7 +207,7 @@ _OF_BACKWARDS = ("backward", "reduce_grad", "gradient_buffers", "update", "balan
 """Fields that have no effect without backwards."""
 
 
-def _refuse_idle(trial: Trial, schedule: Schedule, asked: Collection[str]) -> None:
+def _refuse_idle(trial: Trial, schedule: Schedule, checked: Collection[str]) -> None:
     """Refuse fields that have no effect on the schedule, such as costs of kinds of actions that it lacks."""
     moves, is_kind = trial.balance or trial.offload, schedule.facts.row.is_kind
     alone, trains = schedule.num_ranks == 1, schedule.first_backward_stage < schedule.num_stages
@@ -226,7 +226,7 @@ def _refuse_idle(trial: Trial, schedule: Schedule, asked: Collection[str]) -> No
     idle = dict[str, str]()
     for name, reason in found:
         idle.setdefault(name, f"{flag(name)} has no effect: {reason}")
-    if problems := [sentence for name, sentence in idle.items() if name in asked]:
+    if problems := [sentence for name, sentence in idle.items() if name in checked]:
         raise ConfigError(problems, "the command line")
 
 
@@ -257,18 +257,18 @@ def _communicates(trial: Trial) -> bool:
     return bool(adds or trial.communication or trial.transfer or trial.reduce_grad)
 
 
-def trial_recipe(trial: Trial, given: Schedule | None = None, asked: Collection[str] | None = None) -> Recipe:
+def trial_recipe(trial: Trial, given: Schedule | None = None, checked: Collection[str] | None = None) -> Recipe:
     """The recipe of a trial. Passes that take communication bring it with them.
 
     Args:
         trial: what to build.
         given: the schedule to begin with; ``None``: the family makes it.
-        asked: as for ``trial_problems``.
+        checked: as for ``trial_problems``.
 
     Raises:
         ConfigError: the numbers, or the family with its sizes, are wrong.
     """
-    start = _start(trial, given, differing(trial) if asked is None else asked)
+    start = _start(trial, given, differing(trial) if checked is None else checked)
     unshard, resident = trial.unshard, trial.resident
     residency = unshard if isinstance(unshard, int) else None
     return Recipe(
@@ -385,20 +385,22 @@ _COUNTED = {
 }
 
 
-def try_out(trial: Trial, recipe: Recipe, sizes: Sizes | None = None, asked: Collection[str] | None = None) -> Outcome:
+def try_out(
+    trial: Trial, recipe: Recipe, sizes: Sizes | None = None, checked: Collection[str] | None = None
+) -> Outcome:
     """Build a schedule and run it on the clock of a trial's costs.
 
     Args:
         trial: has the costs.
         recipe: ``trial_recipe``, or that of a run.
         sizes: bytes of a run's stages; ``None``: each keeps 1 of each micro-batch.
-        asked: as for ``trial_problems``.
+        checked: as for ``trial_problems``.
 
     Raises:
         UserError: the recipe cannot be built, or a field has no effect on the schedule.
     """
     plain = build(replace(recipe, moves=Moves(), given=None), sizes)
-    _refuse_idle(trial, plain, differing(trial) if asked is None else asked)
+    _refuse_idle(trial, plain, differing(trial) if checked is None else checked)
     costs = unit_costs(trial, plain.num_slices)
     timing = nominal if sizes is not None else lambda *_: PlacedBy(costs.seconds)
     is_plain = not recipe.moves.is_any and recipe.given is None

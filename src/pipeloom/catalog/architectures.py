@@ -290,13 +290,14 @@ def _gemma(family: str, name: str, fixed: Mapping[str, Fixed], used: str) -> Arc
     return Architecture(classes=(name,), **settings)
 
 
+_GEMMA2 = _gemma("gemma2", "Gemma2ForCausalLM", {}, "attn_logit_softcapping")
 ARCHITECTURES.add(
     "gemma2",
     replace(
-        gemma2 := _gemma("gemma2", "Gemma2ForCausalLM", {}, "attn_logit_softcapping"),
+        _GEMMA2,
         attn_softcap=50.0,
         logit_softcap=30.0,
-        unused=gemma2.unused | {"sliding_window_size"},  # which the published folders have beside sliding_window
+        unused=_GEMMA2.unused | {"sliding_window_size"},  # which the published folders have beside sliding_window
     ),
 )
 _UNCAPPED = Fixed((None,), "as this architecture bounds no attention scores", None)

@@ -87,12 +87,12 @@ def run(words: list[str]) -> int:
     """Parse the arguments, make the schedule, print it."""
     options, problems = read_flags(COMMAND, words)
     problems += idle_problems(COMMAND, words)
-    asked = given_in(COMMAND, words)
-    made = or_note(lambda: _recipes(_first_of_two(options), asked), problems)
+    checked = given_in(COMMAND, words)
+    made = or_note(lambda: _recipes(_first_of_two(options), checked), problems)
     if problems or made is None:
         raise ConfigError(problems, SOURCE)
     recipe, sizes = made
-    outcome = try_out(options, recipe, sizes, asked)
+    outcome = try_out(options, recipe, sizes, checked)
     schedule = outcome.schedule
     title = trial_title(options, (options.run or Path(options.family or "")).name, schedule)
     other = None if options.beside is None else _tried_beside(options, options.beside, schedule)
@@ -137,14 +137,14 @@ def _draw(file: Path, traces: dict[str, Trace], output: TextIO) -> None:
     print(f"{'# ' if output is sys.stdout else ''}picture            {file}", file=output)
 
 
-def _recipes(options: Options, asked: Collection[str]) -> tuple[Recipe, Sizes | None]:
+def _recipes(options: Options, checked: Collection[str]) -> tuple[Recipe, Sizes | None]:
     """The recipe of the options, or that of a run file with the bytes of its stages.
 
     Args:
         options: of the command.
-        asked: names of those on the command line.
+        checked: names of those on the command line, which must have an effect.
     """
-    return (_recipe(options, asked), None) if options.run is None else _run_recipe(options, options.run, asked)
+    return (_recipe(options, checked), None) if options.run is None else _run_recipe(options, options.run, checked)
 
 
 def _tried_beside(options: Options, family: str, first: Schedule) -> tuple[str, Outcome]:
@@ -153,13 +153,13 @@ def _tried_beside(options: Options, family: str, first: Schedule) -> tuple[str, 
     trial = replace(options, family=family, loops=loops, placement=None, group_size=None, keep=None)
     trial = with_same_work(trial, trial.pp * trial_choice(trial).loops, first.num_stages)
     # Options are for both, and have an effect on the first.
-    outcome = try_out(trial, trial_recipe(trial, asked=()), asked=())
+    outcome = try_out(trial, trial_recipe(trial, checked=()), checked=())
     return trial_title(trial, family, outcome.schedule), outcome
 
 
-def _run_recipe(options: Options, file: Path, asked: Collection[str]) -> tuple[Recipe, Sizes]:
+def _run_recipe(options: Options, file: Path, checked: Collection[str]) -> tuple[Recipe, Sizes]:
     """The recipe of a run file, with the bytes of its stages."""
-    problems = [*_option_problems(options, asked), *_unused_problems("the run", _MAKE, asked)]
+    problems = [*_option_problems(options, checked), *_unused_problems("the run", _MAKE, checked)]
     problems += [f"FAMILY {options.family} has no effect with --run; leave one out"] if options.family else []
     config, found, given = open_run_file(file)
     config, unknown = with_model_sizes(config, given)
@@ -177,9 +177,9 @@ _MAKE = (
 """Options that define a schedule."""
 
 
-def _recipe(options: Options, asked: Collection[str]) -> Recipe:
+def _recipe(options: Options, checked: Collection[str]) -> Recipe:
     """The recipe of a family with its sizes, or of the schedule of a file."""
-    problems = _option_problems(options, asked)
+    problems = _option_problems(options, checked)
     if options.family is None:
         problems.append("expected FAMILY, a family or a file with a schedule, or --run")
         raise ConfigError(problems, SOURCE)
@@ -187,16 +187,16 @@ def _recipe(options: Options, asked: Collection[str]) -> Recipe:
     if file.suffix == ".toml":
         raise ConfigError([f"{file} is a run file by its name; write --run {quoted(file)}"], SOURCE)
     is_family = options.family in FAMILIES or not (os.sep in options.family or file.suffix or _is_file(file))
-    problems += trial_choice(options).problems() if is_family else _unused_problems(str(file), _SIZES, asked)
+    problems += trial_choice(options).problems() if is_family else _unused_problems(str(file), _SIZES, checked)
     if problems:
         raise ConfigError(problems, SOURCE)
     if is_family:
-        return trial_recipe(options, asked=asked)
+        return trial_recipe(options, checked=checked)
     given = _read_csv(file) if file.suffix == ".csv" else read_schedule(file).schedule
-    return trial_recipe(options, given, asked)
+    return trial_recipe(options, given, checked)
 
 
-def _option_problems(options: Options, asked: Collection[str]) -> list[str]:
+def _option_problems(options: Options, checked: Collection[str]) -> list[str]:
     is_torn = options.json and options.format not in (None, "json")
     problems = [f"--json and --format {options.format} disagree; choose one"] if is_torn else []
     if options.communication and options.plot is not None:
@@ -208,12 +208,12 @@ def _option_problems(options: Options, asked: Collection[str]) -> list[str]:
             problems.append("--beside compares two families, and a file or a run has sizes of its own; leave it out")
         if options.beside not in FAMILIES:
             problems.append(f"--beside: {FAMILIES.unknown(options.beside)}")
-    return [*problems, *trial_problems(options, asked)]
+    return [*problems, *trial_problems(options, checked)]
 
 
-def _unused_problems(where: str, names: Sequence[str], asked: Collection[str]) -> list[str]:
+def _unused_problems(where: str, names: Sequence[str], checked: Collection[str]) -> list[str]:
     """Options that have no effect, since a file contains the schedule."""
-    flags = [flag(name) for name in names if name in asked]
+    flags = [flag(name) for name in names if name in checked]
     has, them = ("has", "it") if len(flags) == 1 else ("have", "them")
     what = f"so {', '.join(flags)} {has} no effect; leave {them} out"
     return [f"{where} contains the whole schedule, {what}"] if flags else []

@@ -40,7 +40,7 @@ class RunFile(NamedTuple):
     given: frozenset[str]
 
 
-def given_in(tree: Mapping[str, Any]) -> frozenset[str]:
+def settings_in(tree: Mapping[str, Any]) -> frozenset[str]:
     """Names of the settings in nested dictionaries."""
     return frozenset(
         f"{section}.{key}" for section, values in tree.items() if isinstance(values, Mapping) for key in values
@@ -71,7 +71,7 @@ def open_run_file(path: Path, default: RunConfig | None = None) -> RunFile:
         )
     tree = parse_toml(read_text(path, "the configuration"), path)
     config, problems = parse_run(tree, default)
-    return RunFile(with_absolute_paths(config, path.parent), problems, given_in(tree))
+    return RunFile(with_absolute_paths(config, path.parent), problems, settings_in(tree))
 
 
 def parse_run(tree: dict[str, Any], default: RunConfig | None = None) -> tuple[RunConfig, list[str]]:

@@ -41,6 +41,7 @@ from pipeloom.data.tokenizer import (
 from pipeloom.data.tokenizing import UNIT_BYTES, Job, tokenize
 from pipeloom.errors import UserError
 from pipeloom.system.cores import own_cores
+from pipeloom.system.files import missing_folders, remove_empty
 from pipeloom.terminal.progress import Bar
 
 INDEX = "tokens.idx"
@@ -195,7 +196,7 @@ def write_entry(folder: Path, corpus: Corpus, num_workers: int | None = None, *,
 @contextmanager
 def _alone(parts: Path) -> Iterator[None]:
     """The folder of an entry's units, for one process at a time; removed on a failure if it has none."""
-    made = [one for one in (parts, *parts.parents) if not one.exists()]
+    made = missing_folders(parts)
     try:
         with _lock_file(parts) as lock:
             with suppress(OSError):  # a file system without locks
@@ -206,9 +207,7 @@ def _alone(parts: Path) -> Iterator[None]:
     finally:
         if parts.exists() and not any(parts.glob("*.npy")):
             shutil.rmtree(parts, ignore_errors=True)
-        for one in made[1:]:
-            with suppress(OSError):  # it has other entries
-                one.rmdir()
+        remove_empty(made[1:])
 
 
 def _lock_file(parts: Path, attempts: int = 10) -> TextIO:

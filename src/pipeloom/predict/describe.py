@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args
 from pipeloom.calls import checked
 from pipeloom.catalog import find_name, load_cluster, load_software, read_model
 from pipeloom.config import ModelConfig, RunConfig, decided_problems, find_problems, with_pretrained
-from pipeloom.config.file import RunFile, given_in, open_run_file, parse_run, without_stale_sizes
+from pipeloom.config.file import RunFile, open_run_file, parse_run, settings_in, without_stale_sizes
 from pipeloom.config.paths import with_home
 from pipeloom.config.resumed import passed_problems, resumed_model, resumed_problems, run_file_of
 from pipeloom.cost.hardware import Cluster
@@ -168,7 +168,7 @@ def load_run(file: str | Path | None = None, **sections: Mapping[str, Any]) -> R
         config, found = parse_run(sections, own.config)
         config = without_stale_sizes(config, own.config)
         problems += found
-    config, found = completed(with_home(config), partial(find_problems, trains=False), given | given_in(sections))
+    config, found = completed(with_home(config), partial(find_problems, trains=False), given | settings_in(sections))
     problems += found
     if problems:
         raise ConfigError(problems, str(file or "the run"))

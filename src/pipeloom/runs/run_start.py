@@ -24,6 +24,7 @@ from pipeloom.runs.run_folder import (
     replaced_by_run,
     weight_files,
 )
+from pipeloom.system.files import missing_folders, remove_empty
 from pipeloom.system.folder_lock import FolderLock, lock_folder
 from pipeloom.terminal.words import quoted
 
@@ -52,11 +53,11 @@ def take_run_folder(config: RunConfig) -> Iterator[FolderLock]:
             # Folders that this run creates are removed if it never begins.
             made = [path] if has_parent else [path, _OUTPUTS]
         else:
-            made = [one for one in (path, *path.parents) if not one.exists()]
+            made = missing_folders(path)
             path.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(path)
     except OSError as error:
-        _remove_empty(made)
+        remove_empty(made)
         raise UserError(
             f"cannot write the run folder {path or 'outputs'}: {reason_of(error)}; choose another --output.folder"
         ) from error
@@ -72,7 +73,7 @@ def take_run_folder(config: RunConfig) -> Iterator[FolderLock]:
                 _remove_drafts(path)
     finally:
         lock.release()
-        _remove_empty(made)
+        remove_empty(made)
 
 
 def _refuse_other_files(path: Path, resume: Path | None) -> None:
@@ -186,15 +187,6 @@ def remove_unfinished(path: Path) -> None:
             shutil.rmtree(draft, ignore_errors=True)
         else:
             draft.unlink(missing_ok=True)
-
-
-def _remove_empty(made: list[Path]) -> None:
-    """Remove empty folders that this run created, innermost first, up to one that is not empty."""
-    for folder in made:
-        try:
-            folder.rmdir()
-        except OSError:
-            return
 
 
 def _new_default_folder() -> Path:

@@ -8,8 +8,8 @@ import os
 import secrets
 import stat
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, MutableSequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -181,6 +181,18 @@ def write_text(file: Path, text: str, what: str = "", advice: str = "", *, paren
     except OSError as error:
         name = f"{what} {file}".strip()
         raise UserError(f"cannot write {name}: {reason_of(error)}{f'; {advice}' if advice else ''}") from error
+
+
+def missing_folders(path: Path) -> list[Path]:
+    """A path and the folders above it that do not exist, innermost first: those that would be made for it."""
+    return [one for one in (path, *path.parents) if not one.exists()]
+
+
+def remove_empty(folders: Sequence[Path]) -> None:
+    """Remove folders that were made, innermost first, those that are empty."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def sealed(tree: dict[str, Any]) -> str:

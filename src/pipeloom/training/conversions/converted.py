@@ -4,7 +4,6 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +36,7 @@ from pipeloom.config.tokenizer_files import tokenizer_files
 from pipeloom.errors import ConfigError, RunError, UserError
 from pipeloom.predict.describe import pretrained_run
 from pipeloom.runs.run_folder import CONFIG
+from pipeloom.system.files import missing_folders, remove_empty
 from pipeloom.training.checkpoints.boxes import Elements
 from pipeloom.training.checkpoints.contents import checkpoint_info
 from pipeloom.training.checkpoints.planner import ElementsSavePlanner
@@ -148,7 +148,7 @@ def write_converted(
         RunError: the files cannot be written; nothing is left behind.
     """
     path = folder / FOLDER / name_of(info.step)
-    made = [one for one in folder.parents if not one.exists()]
+    made = missing_folders(folder.parent)
     draft = folder.with_name(f".{secrets.token_hex(8)}.part")
     inside = draft / path.relative_to(folder)
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
@@ -172,9 +172,7 @@ def write_converted(
     except BaseException as error:
         # Another process may have made the folder meanwhile, or written to a folder that was made here.
         shutil.rmtree(draft, ignore_errors=True)
-        for one in made:
-            with suppress(OSError):
-                one.rmdir()
+        remove_empty(made)
         if isinstance(error, OSError) and folder.exists():
             raise RunError(f"{folder} was made by another process meanwhile; choose another folder") from None
         if isinstance(error, OSError | dcp.CheckpointException):

@@ -10,7 +10,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -39,6 +39,7 @@ from pipeloom.data.tokenizer import END_OF_TEXT
 from pipeloom.errors import RunError, UserError
 from pipeloom.model.block_sparse import Pattern, weight_patterns
 from pipeloom.runs.run_folder import ADAPTER_WEIGHTS, WEIGHTS, WEIGHTS_INDEX, weight_files
+from pipeloom.system.files import missing_folders, remove_empty
 from pipeloom.system.folder_lock import locked
 from pipeloom.training.checkpoints.contents import MODEL
 from pipeloom.training.checkpoints.storage import CheckpointReader
@@ -257,16 +258,14 @@ def _check_room(folder: Path, num_bytes: int) -> None:
 def _together(folder: Path) -> Iterator[Path]:
     """A draft folder, whose files are moved to ``folder`` at the end: all of them, or none after a failure."""
     # A failure removes the folders created here and no others.
-    made = [one for one in (folder, *folder.parents) if not one.exists()]
+    made = missing_folders(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
             _refuse_weights(folder)  # another process may have written them since the first look
             yield from _drafted(folder)
     except BaseException as error:  # an interrupt, too
-        with suppress(OSError):
-            for one in made:
-                one.rmdir()
+        remove_empty(made)
         if isinstance(error, OSError | SafetensorError):
             what = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2]
             raise RunError(f"cannot write weights to {folder}: {what}") from None
