@@ -1,4 +1,4 @@
-"""A command whose output nobody reads to the end writes its files all the same."""
+"""A command whose output nobody reads to the end, or cannot be written, writes its files all the same."""
 
 import shlex
 import subprocess
@@ -66,3 +66,20 @@ def test_a_training_whose_output_cannot_be_written_is_done(tmp_path, output):
 def test_a_command_without_an_output_has_its_own_status(tmp_path):
     assert run_in_a_shell([*PLAN, "--no-explain", "--out", "planned"], ">&-", tmp_path).returncode == 0
     assert (tmp_path / "planned" / "run.toml").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+@pytest.mark.parametrize("output", ["> /dev/full", "> /dev/full 2>&1"])
+def test_a_command_with_a_full_output_writes_its_files_and_fails(tmp_path, output):
+    done = run_in_a_shell([*PLAN, "--no-explain", "--out", "planned"], output, tmp_path)
+    assert done.returncode == 1
+    assert (tmp_path / "planned" / "run.toml").exists()
+    if "2>&1" not in output:
+        assert done.stderr.decode().splitlines()[-1] == "pipeloom: the output is incomplete: No space left on device"
+        assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_wrong_input_keeps_its_status_where_the_output_is_full(tmp_path):
+    assert run_in_a_shell(["--help-all", "plan"], "> /dev/full", tmp_path).returncode == 1
+    assert run_in_a_shell([], "> /dev/full", tmp_path).returncode == 2

@@ -91,13 +91,14 @@ def test_no_layout_is_planned_anew_where_the_search_has_other_prices(capsys, tmp
     table.write_text("hours,node,state\n10,3,down\n20,3,up\n")
     run = [word.replace("gpt-6.6b", "llama-3-8b") for word in RUN]
     run += ["--trace", str(table), "--spares", "1", "--storage", "2"]
-    own = ["--training.freeze-layers", "32"]
 
-    def found(*words):
-        assert main([*run, *words, "--json"]) == 0
+    def found(words):
+        assert main([*words, "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
-    whole, frozen = found(), found(*own)
+    limit = run.index("--budget-s")
+    own = [*run[:limit], *run[limit + 2 :], "--training.freeze-layers", "32"]
+    whole, frozen = found(run), found(own)
     assert whole["not_planned"] == []
     assert list(frozen["ways"]) == ["wait for the node", "fewer replicas"]
     (sentence,) = frozen["not_planned"]
@@ -106,7 +107,7 @@ def test_no_layout_is_planned_anew_where_the_search_has_other_prices(capsys, tmp
     head = 128256 * 4096
     assert whole["checkpoint_s"] == pytest.approx(8.03e9 * 12 / 2e9, rel=0.01)
     assert frozen["checkpoint_s"] == pytest.approx(((8.03e9 - head) * 2 + head * 12) / 2e9, rel=0.01)
-    assert main([*run, *own]) == 0
+    assert main(own) == 0
     assert "no layout is planned anew: training.freeze_layers" in " ".join(capsys.readouterr().out.split())
 
 
@@ -192,3 +193,10 @@ def test_nodes_are_simulated_as_peers_that_come_and_go(capsys, tmp_path):
 def test_peers_that_cannot_be_simulated_are_refused(capsys, words, part):
     assert main([*RUN, "--mtbf", "30d", "--checkpoint-time", "20s", *words]) == 2
     assert part in capsys.readouterr().err
+
+
+def test_a_time_limit_without_a_search_is_refused(capsys):
+    words = [*RUN, "--mtbf", "30d", "--checkpoint-time", "20s", "--model.share-layers", "2", "--budget-s", "1"]
+    assert main(words) == 2
+    expected = "--budget-s has no effect with model.share_layers, of which no layout is planned; leave it out"
+    assert expected in capsys.readouterr().err

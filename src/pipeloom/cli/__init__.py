@@ -70,9 +70,12 @@ _USAGE = "\n".join(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0 done, 1 failed or differs, 2 wrong input, 128 and a signal's number."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # The files of a run are what a training is for.
-    with lasting_output(is_beside=words[:1] == ["train"]), guarded_streams():
+    with lasting_output() as lost, guarded_streams():
         status = _main(words)
+    # A training is for the files of its run, any other command for what it prints.
+    if lost and words[:1] != ["train"]:
+        print_beside(f"pipeloom: the output is incomplete: {lost[0].strerror}")
+        status = status or 1
     if arguments is None:  # the process ends
         # Python collects garbage once more at its end: half a second or more after a search, and nobody needs it.
         gc.freeze()

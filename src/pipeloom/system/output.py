@@ -1,8 +1,7 @@
-"""Output whose reader may end before the command."""
+"""Output that cannot be written does not end a command: its reader has ended, or the disk is full."""
 
 import io
 import os
-import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,21 +9,24 @@ from typing import Any, TextIO, cast
 
 
 class _Lasting(io.RawIOBase):
-    """A descriptor to which some writes never fail: what cannot be written is dropped.
+    """A descriptor to which writes never fail: what cannot be written is dropped.
 
     Args:
         fd: the descriptor.
-        dropped: the errors of writes whose text is dropped.
+        lost: receives the errors of dropped texts, without those of a reader that has ended.
     """
 
-    def __init__(self, fd: int, dropped: type[OSError]) -> None:
-        self._fd, self._dropped = fd, dropped
+    def __init__(self, fd: int, lost: list[OSError]) -> None:
+        self._fd, self._lost = fd, lost
 
     def write(self, data: "bytes | memoryview") -> int:  # type: ignore[override]
         """Write to the descriptor; return the number of bytes written or dropped."""
         try:
             return os.write(self._fd, data)
-        except self._dropped:
+        except BrokenPipeError:
+            return len(data)
+        except OSError as error:
+            self._lost.append(error)
             return len(data)
 
     def writable(self) -> bool:
@@ -41,34 +43,32 @@ class _Lasting(io.RawIOBase):
 
 
 @contextmanager
-def lasting_output(*, is_beside: bool = False) -> Iterator[None]:
-    """Context in which a command continues when the reader of its output has ended, as ``head`` does.
+def lasting_output() -> Iterator[list[OSError]]:
+    """Context in which a command continues when its output cannot be written, so that it still writes its files.
 
-    The command then still writes its files, and its status is its own. So it is where the output is closed from the
-    beginning.
+    Its status is its own where the reader of the output has ended, as ``head`` does, and where the output is closed
+    from the beginning.
 
-    Args:
-        is_beside: whether the output is beside what the command is for, as that of a training is. Nothing then ends it:
-            no full disk, and no terminal that is closed.
+    Yields:
+        The errors of standard output for any other reason, such as a full disk. Complete at the end of the context.
     """
-    given = sys.stdout, sys.stderr
-    dropped = OSError if is_beside else BrokenPipeError
-    sys.stdout, sys.stderr = (_lasting(stream, dropped) for stream in given)
+    given, lost = (sys.stdout, sys.stderr), list[OSError]()
+    sys.stdout, sys.stderr = _lasting(given[0], lost), _lasting(given[1], [])
     try:
-        yield
+        yield lost
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         sys.stdout, sys.stderr = given
 
 
-def _lasting(stream: TextIO | None, dropped: type[OSError]) -> TextIO:
+def _lasting(stream: TextIO | None, lost: list[OSError]) -> TextIO:
     if stream is None:  # Python's, of a descriptor that is closed
         return _Nowhere()
-    if not isinstance(stream, io.TextIOWrapper) or not _is_of(stream, dropped):
+    if not isinstance(stream, io.TextIOWrapper) or not _has_descriptor(stream):
         return stream
     stream.flush()
-    buffer = io.BufferedWriter(cast("Any", _Lasting(stream.fileno(), dropped)))
+    buffer = io.BufferedWriter(cast("Any", _Lasting(stream.fileno(), lost)))
     how = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
     return io.TextIOWrapper(buffer, stream.encoding, stream.errors, **how)
 
@@ -81,10 +81,9 @@ class _Nowhere(io.StringIO):
         return len(text)
 
 
-def _is_of(stream: TextIO, dropped: type[OSError]) -> bool:
-    """Whether writes to a stream may fail with an error that is dropped."""
+def _has_descriptor(stream: TextIO) -> bool:
     try:
-        # Only a pipe has a reader that ends.
-        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode) or dropped is OSError
-    except OSError:  # it has no descriptor
+        stream.fileno()
+    except OSError:
         return False
+    return True
