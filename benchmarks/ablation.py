@@ -2,7 +2,7 @@
 
     python benchmarks/ablation.py [TABLE.csv ...] [PART ...]
 
-A fact is what a program's file says beside its efficiencies (``pipeloom.cost.software.Software``), such as overlapped
+A fact is in a program's file beside its efficiencies (``pipeloom.cost.software.Software``), such as overlapped
 exchanges. Switched off it has the default. All lines of a split have the same rows and the same prior, and each is
 fitted anew, as in ``held_out.py``. A PART keeps the programs whose name contains it. Some minutes for each program.
 """

@@ -109,7 +109,7 @@ class KeepingStage(EmulatedStage):
 
 @dataclass(frozen=True)
 class Ran:
-    """What a rank says of one way, of every timed step.
+    """What a rank reports of one way, of every timed step.
 
     Attributes:
         starts_s, ends_s: of the steps.
@@ -126,7 +126,7 @@ class Ran:
 
 
 def run_case(case: Case, repetitions: int) -> dict[str, list[Ran]]:
-    """For each way what every rank says, by rank."""
+    """For each way what every rank reports, by rank."""
     answers = run_workers(partial(_rank, case, repetitions), case.pp)
     return {name: [answer[name] for answer in answers] for name in answers[0]}
 

@@ -213,14 +213,14 @@ class Bench:
             (rank,) = read_ranks(run / "actions")
             os.kill(rank.pid, signal.SIGSTOP)
             time.sleep(1)
-            said = self.call(self.command("inspect", str(run))).splitlines()
+            output = self.call(self.command("inspect", str(run))).splitlines()
             os.kill(rank.pid, signal.SIGCONT)
         finally:
             process.terminate()
             process.communicate(timeout=60)
-        assert any("is stopped" in line for line in said), " ".join(said)[:200]
+        assert any("is stopped" in line for line in output), " ".join(output)[:200]
         assert process.returncode == 75, f"status {process.returncode} after SIGTERM"
-        return "", said[2][:110]
+        return "", output[2][:110]
 
     def restart(self) -> tuple[str, str]:
         """A killed run goes on from memory."""

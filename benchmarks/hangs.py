@@ -29,11 +29,11 @@ def main() -> int:
         for index, hang in enumerate(chosen):
             begin_s = time.monotonic()
             right_s, state, printed = answer_to(hang, fresh(Path(name) / str(index)))
-            said = sentences_of(state.found[0], state)[0] if state is not None and state.found else "no answer"
+            output = sentences_of(state.found[0], state)[0] if state is not None and state.found else "no answer"
             wrong += right_s is None
             times += [] if right_s is None else [right_s]
             verdict = "WRONG" if right_s is None else f"after {right_s:.1f} s"
-            print(f"{hang.kind:<24} {hang.layout:<12} rank {hang.rank}  {verdict:<12} {said}", flush=True)
+            print(f"{hang.kind:<24} {hang.layout:<12} rank {hang.rank}  {verdict:<12} {output}", flush=True)
             if right_s is None:
                 print(printed, f"({time.monotonic() - begin_s:.0f} s)")
     limit = f"within {LIMIT_S:g} + {SPARE_S:g} s"

@@ -3,7 +3,7 @@
 Every case runs all contenders in the same processes, one step of each in turn. The last case compares messages in 8
 bits (``layout.boundary int8``) with messages as they are. In all others one contender is what ``pipeloom plan``
 chooses, or searches, for the network that ``pipeloom profile`` measures between the hosts before. Ranks are on hosts of
-their own: network namespaces with a relay between them, which take root; elsewhere the benchmark says so and ends.
+their own: network namespaces with a relay between them, which take root; elsewhere the benchmark prints that and ends.
 
     python benchmarks/network.py [--repetitions 5] [--only TEXT] [--folder outputs/side_by_side]
 """

@@ -208,7 +208,7 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     return 1 - 6 * squares / (count * (count * count - 1))
 
 
-def measure(entries: Sequence[OpenNode], rounds: int, limit_s: float, say: Callable[[str], None]) -> None:
+def measure(entries: Sequence[OpenNode], rounds: int, limit_s: float, print_line: Callable[[str], None]) -> None:
     """Run every layout in every round, then those again whose steps were disturbed, until the time is up."""
     dice, begin_s, number = random.Random(0), time.monotonic(), 0
     while True:
@@ -221,7 +221,7 @@ def measure(entries: Sequence[OpenNode], rounds: int, limit_s: float, say: Calla
             entry.timed += run_once(entry.step)
         if not due or (number > rounds and time.monotonic() - begin_s > limit_s):
             return
-        say(f"round {number}: {len(due)} runs, {time.monotonic() - begin_s:.0f} s so far")
+        print_line(f"round {number}: {len(due)} runs, {time.monotonic() - begin_s:.0f} s so far")
 
 
 def print_ranking(console: Console, question: Question) -> SimulatedStep:
@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="where to keep the cluster file")
     parser.add_argument("--budget-s", type=float, default=60.0, help="seconds of pipeloom profile")
     parser.add_argument("--cluster", type=Path, help="a cluster file of an earlier run, not to profile again")
-    parser.add_argument("--plan-only", action="store_true", help="say what is predicted, and run nothing")
+    parser.add_argument("--plan-only", action="store_true", help="print what is predicted, and run nothing")
     options = parser.parse_args()
     console = Console(width=150, highlight=False)
     with tempfile.TemporaryDirectory() as folder:

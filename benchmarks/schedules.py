@@ -28,7 +28,7 @@ def own_families() -> list[str]:
 
 
 def table_of(pp: int, num_microbatches: int) -> tuple[str, str]:
-    """A table of the page: its name, and what it says."""
+    """A table of the page: its name, and its text."""
     return f"P {pp} M {num_microbatches}", "\n".join(_rows(pp, num_microbatches))
 
 

@@ -65,7 +65,7 @@ def main() -> None:
     rows = list[Row]()
     with TemporaryDirectory() as name:
         folder = Path(name)
-        # A shared step is shorter by the update of five layers' weights; the first runs say by how much.
+        # A shared step is shorter by the update of five layers' weights; the first runs show by how much.
         own_s, shared_s = (
             train(run_of(folder / str(shares), 0, 60, shares=shares, ends=False), quiet=True).summary.step_time_s
             for shares in (False, True)

@@ -57,7 +57,7 @@ def main() -> int:
                 process.communicate(timeout=moment_s)
             except subprocess.TimeoutExpired:
                 process.send_signal(number)
-            said = process.communicate()[1].splitlines()
+            printed = process.communicate()[1].splitlines()
             if process.returncode == 0:
                 print("the run ended before the signal; begun again")
                 (folder / "run").rename(folder / f"ended-{sent}-{time.monotonic_ns()}")
@@ -65,7 +65,7 @@ def main() -> int:
             sent += 1
             is_right = process.returncode == 75
             wrong += not is_right
-            print(f"{number.name} after {moment_s:4.1f} s: status {process.returncode}; {' '.join(said[-2:])[:120]}")
+            print(f"{number.name} after {moment_s:4.1f} s: status {process.returncode}; {' '.join(printed[-2:])[:120]}")
         subprocess.run(command(folder, "run"), check=True, capture_output=True)
         is_same = curve(folder / "run") == curve(folder / "whole")
         equal = "equal" if is_same else "NOT equal"

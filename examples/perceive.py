@@ -54,7 +54,7 @@ MODEL: dict[str, Any] = {
     "num_layers": 6,
     "hidden_size": 64,
     "num_heads": 4,
-    # The layer below ``ENTRY`` sees one token, so that what a letter says is still at its place where images enter.
+    # The layer below ``ENTRY`` sees one token, so that each letter is still at its place where images enter.
     "window": 1,
     "full_attention_layers": [1, 2, 3, 4, 5],
 }

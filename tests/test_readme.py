@@ -112,6 +112,6 @@ def test_the_example_of_a_run_file_is_right():
 def test_what_the_page_shows_of_a_simulated_step_is_what_the_command_says(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["simulate", str(Path(__file__).parents[1] / "examples" / "gpt-52b-64-v100.toml")]) == 0
-    said = capsys.readouterr().out.split("\nCommunication beside")[0].rstrip()
-    block = "\n".join(line.rstrip() for line in said.splitlines())
+    printed = capsys.readouterr().out.split("\nCommunication beside")[0].rstrip()
+    block = "\n".join(line.rstrip() for line in printed.splitlines())
     assert block in (ROOT / "docs" / "simulate.md").read_text()

@@ -86,8 +86,8 @@ def launch(row: Row, program: Program, size: Size, start: Path) -> Launched:
                 )
             return _watched(started, lines, size, begin_s)
         except RuntimeError as error:
-            said = (folder / "printed.txt").read_text(encoding="utf-8", errors="replace")
-            raise RuntimeError(f"{row.name}, {program.name}: {error}\n{said[-3000:]}") from error
+            output = (folder / "printed.txt").read_text(encoding="utf-8", errors="replace")
+            raise RuntimeError(f"{row.name}, {program.name}: {error}\n{output[-3000:]}") from error
         finally:
             for process in started:
                 with suppress(ProcessLookupError):

@@ -55,7 +55,7 @@ def of(rows: Sequence[Row], case: Case, program: str, attention: str) -> list[Ro
 
 
 def best_plain(rows: Sequence[Row], *recompute: str) -> Row | None:
-    """The fastest configuration that fits without BPipe; of those that recompute this, if anything is said."""
+    """The fastest configuration that fits without BPipe; of those that recompute this, if given."""
     fitting = [row for row in rows if row["1f1b_fits"] == "yes" and (not recompute or row["recompute"] in recompute)]
     return max(fitting, key=lambda row: float(row["1f1b_mfu"]), default=None)
 
@@ -156,7 +156,7 @@ def _reevaluation(rows: Sequence[Row]) -> str:
                     *(f"{_percent(value)} ({value / base:.2f})" for value, base in zip(values, first, strict=True)),
                 ]
             )
-    head = ("model", "asked for", "recomputed", "order, micro-batch", "kernel", "remembered", PROGRAM, COUNTED)
+    head = ("model", "requested", "recomputed", "order, micro-batch", "kernel", "remembered", PROGRAM, COUNTED)
     return table(head, lines)
 
 

@@ -1,7 +1,7 @@
 """The fastest of candidates that are listed one by one.
 
 The paper's methods are narrower than what a search over layouts tries: loops that divide the layers, one group size,
-every layer recomputed, and room for two stages of sharded weights. So they are listed, and the planner's bounds say
+every layer recomputed, and room for two stages of sharded weights. So they are listed, and the planner's bounds show
 which of them need not be simulated; the answer is that of simulating all.
 """
 

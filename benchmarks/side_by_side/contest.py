@@ -33,7 +33,7 @@ _LEAD_S = 0.004
 
 
 def hold_the_cores() -> str:
-    """Let this process and those it starts run before all others of the machine, where that is allowed; says how."""
+    """Let this process and those it starts run before all others of the machine, where that is allowed; returns how."""
     if hasattr(os, "SCHED_RR"):
         try:
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(_RANK_PRIORITY))
@@ -72,7 +72,7 @@ class _Stretch(NamedTuple):
 
 @dataclass
 class _Answer:
-    """What a rank says of a contender."""
+    """What a rank reports of a contender."""
 
     steps: list[_Stretch]
     cpu_s: float

@@ -47,7 +47,7 @@ class Runtime(Protocol):
         ...
 
     def step(self) -> StepResult | None:
-        """Forward and backward of all micro-batches; ours says what came of it."""
+        """Forward and backward of all micro-batches; ours returns what came of it."""
         ...
 
     def close(self) -> None:

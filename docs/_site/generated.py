@@ -18,7 +18,7 @@ from pipeloom.cli.reference import Option, command_of, options_of, section_text,
 
 MARKER = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 _VALUES = {"N": "integer", "X": "number", "TEXT": "text", "PATH": "path", "N ...": "integers"}
-"""What the help calls a value -> its type, where the reference says it in words."""
+"""What the help calls a value -> its type, where the reference has words for it."""
 _SIBLINGS = """
 
 ```{toctree}
@@ -120,9 +120,9 @@ def _entry(shown: str, option: Option, anchor: str) -> str:
     facts = [_VALUES.get(option.value, ""), option.limits, ", ".join(f"`{one}`" for one in option.choices)]
     facts += ["true or false"] if option.is_switch else []
     facts += [f"default: {_markdown(option.shown_default)}"] if option.shown_default else []
-    said = "; ".join(fact for fact in facts if fact)
+    facts_text = "; ".join(fact for fact in facts if fact)
     identity = re.sub(r"[._]", "-", anchor)
-    return f"[`{shown}`]{{#{identity}}}\n: {_markdown(option.text)}{f' *[{said}]*' if said else ''}\n"
+    return f"[`{shown}`]{{#{identity}}}\n: {_markdown(option.text)}{f' *[{facts_text}]*' if facts_text else ''}\n"
 
 
 def _markdown(text: str) -> str:

@@ -63,16 +63,16 @@ def test_without_a_cluster_each_row_has_that_of_its_device():
 def test_the_file_states_the_source_of_its_values(tmp_path):
     pytest.importorskip("scipy")
     result = fit(ROWS, CLUSTER, PROGRAM, ["matmul"], prior=PRIOR)
-    told = tomllib.loads(to_toml(result, "table.csv"))["provenance"]
-    assert told["by"] == "pipeloom validate --fit"
-    assert (told["table"], told["cluster"], told["rows"]) == ("table.csv", "dgx-a100", 6)
-    assert told["sets"] == ["korthikanti-2205.05198-table5", "megatron-2104.04473-table1"]
-    assert "gpt-22b" in told["models"]
-    assert told["date"] == str(date.today())
-    assert told["mean_abs_error_before"] == pytest.approx(result.error_before, rel=1e-3)
-    assert told["mean_abs_error_after"] == pytest.approx(result.error_after, rel=1e-3)
+    provenance = tomllib.loads(to_toml(result, "table.csv"))["provenance"]
+    assert provenance["by"] == "pipeloom validate --fit"
+    assert (provenance["table"], provenance["cluster"], provenance["rows"]) == ("table.csv", "dgx-a100", 6)
+    assert provenance["sets"] == ["korthikanti-2205.05198-table5", "megatron-2104.04473-table1"]
+    assert "gpt-22b" in provenance["models"]
+    assert provenance["date"] == str(date.today())
+    assert provenance["mean_abs_error_before"] == pytest.approx(result.error_before, rel=1e-3)
+    assert provenance["mean_abs_error_after"] == pytest.approx(result.error_after, rel=1e-3)
     start = f"{PROGRAM.efficiency.matmul:.4g}, {RANGES['matmul'][0]} to {RANGES['matmul'][1]}"
-    assert told["start_and_bounds"] == {"matmul": start}
+    assert provenance["start_and_bounds"] == {"matmul": start}
 
 
 def test_a_program_fitted_on_some_models_predicts_the_others():

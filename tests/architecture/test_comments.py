@@ -1,4 +1,4 @@
-"""Comments that say why: the source has at least so many lines of them."""
+"""Comments that state why: the source has at least so many lines of them."""
 
 import io
 import re

@@ -1,7 +1,7 @@
 """How many files of the package name each kind of action and each axis of a layout: a new one costs as many.
 
 The bounds are what was reached. They may shrink; a change that raises one has put knowledge in a second place, unless
-it says a layout in the words of another program, as ``accuracy/calculon.py`` does.
+it expresses a layout in the words of another program, as ``accuracy/calculon.py`` does.
 """
 
 import io

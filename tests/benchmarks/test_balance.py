@@ -1,4 +1,4 @@
-"""The benchmark of moved activations: all ways compute the same, and what it says of them is theirs."""
+"""The benchmark of moved activations: all ways compute the same, and what it reports of them is theirs."""
 
 from balance import Case, evict_seconds, peaks, predicted_peaks, run_case, step_times, targets_of
 from pipeloom.schedule import Kind

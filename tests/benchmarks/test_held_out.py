@@ -1,4 +1,4 @@
-"""The error bars of the catalog are what the held-out predictions say."""
+"""The error bars of the catalog are those of the held-out predictions."""
 
 import tomllib
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The side-by-side benchmark does what it says; how long anything takes is not asserted."""
+"""The side-by-side benchmark does what it promises; how long anything takes is not asserted."""
 
 import csv
 import json

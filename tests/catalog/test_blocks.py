@@ -26,7 +26,7 @@ def test_a_model_file_may_have_a_density(tmp_path):
     assert file.over(ModelConfig()).blocks == file.shape.blocks
     dense = read_model(model_file(tmp_path, ""))
     assert file.shape.layer_matrix_parameters == dense.shape.layer_matrix_parameters / 4
-    # A file of dense matrices has no say in the density.
+    # A file of dense matrices has no effect on the density.
     assert dense.over(ModelConfig(density=0.5)).density == 0.5
 
 

@@ -124,7 +124,7 @@ def test_a_name_of_transformers_5_is_read(write):
         (
             QWEN3_30B,
             {"mlp_only_layers": [0]},
-            "mlp_only_layers must be [], as decoder_sparse_step says which layers have experts, found [0]",
+            "mlp_only_layers must be [], as decoder_sparse_step selects the layers with experts, found [0]",
         ),
         (
             QWEN3_30B,

@@ -1,4 +1,4 @@
-"""Files ``config.json`` as they are published: the same function here, or every key that says otherwise."""
+"""Files ``config.json`` as they are published: the same function here, or every key that differs."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Model files in TOML: everything that a `config.json` of a supported architecture says, and nothing silently."""
+"""Model files in TOML: everything that a `config.json` of a supported architecture contains, and nothing is dropped."""
 
 import json
 from dataclasses import asdict

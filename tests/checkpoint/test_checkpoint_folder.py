@@ -1,4 +1,4 @@
-"""Finding checkpoints, and what is said when there is none."""
+"""Finding checkpoints, and the message when there is none."""
 
 import hashlib
 import json

@@ -245,8 +245,8 @@ def test_a_file_behind_an_unknown_flag_is_no_run_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["evaluate", "generate"])
 def test_settings_of_a_run_have_the_values_of_that_run_in_the_help(name, capsys):
-    said = {"--help": "or those of RUN.", "--help-all": "Settings without a default have the values of RUN"}
-    for flag, sentence in said.items():
+    expected = {"--help": "or those of RUN.", "--help-all": "Settings without a default have the values of RUN"}
+    for flag, sentence in expected.items():
         with pytest.raises(SystemExit):
             main([name, flag])
         shown = " ".join(capsys.readouterr().out.split())

@@ -21,7 +21,7 @@ SHOWN = r"\x1b]0;mine\x07\u202e"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-def said(capsys, *words, status):
+def printed(capsys, *words, status):
     """What a command prints, on both streams."""
     try:
         found = main([str(word) for word in words])
@@ -51,11 +51,11 @@ def said(capsys, *words, status):
     ids=lambda words: words[0] if len(words) == 1 else " ".join(words[:2]).replace(ESCAPE, "ESC"),
 )
 def test_words_of_the_command_line_are_shown(capsys, words):
-    assert "]0;mine" in said(capsys, *words, status=2)
+    assert "]0;mine" in printed(capsys, *words, status=2)
 
 
 def test_a_name_that_is_no_text_is_no_traceback(capsys):
-    assert r"there is no run folder no\udcff;" in said(capsys, "report", os.fsdecode(b"no\xff"), status=2)
+    assert r"there is no run folder no\udcff;" in printed(capsys, "report", os.fsdecode(b"no\xff"), status=2)
 
 
 def test_a_path_that_no_run_file_can_contain_is_refused_before_a_run_begins(capsys, tmp_path):
@@ -63,7 +63,7 @@ def test_a_path_that_no_run_file_can_contain_is_refused_before_a_run_begins(caps
     folder.mkdir()
     (folder / "a.txt").write_text("words " * 9000)
     words = ["train", "--data.path", folder, "--data.cache", folder / "cache", "--output.folder", tmp_path / "run"]
-    found = said(capsys, *words, status=2)
+    found = printed(capsys, *words, status=2)
     assert "has 2 problems" in found
     for path in (folder, folder / "cache"):
         shown = str(path).replace("\udcff", r"\udcff")
@@ -73,7 +73,7 @@ def test_a_path_that_no_run_file_can_contain_is_refused_before_a_run_begins(caps
 
 def test_a_schedule_is_quoted_with_its_control_characters_shown(capsys, tmp_path):
     (tmp_path / "bad.txt").write_text(f"0F0 {ESCAPE}0X0\n", encoding="utf-8")
-    assert f"'{SHOWN}0X0' is no action" in said(capsys, "schedule", tmp_path / "bad.txt", status=2)
+    assert f"'{SHOWN}0X0' is no action" in printed(capsys, "schedule", tmp_path / "bad.txt", status=2)
 
 
 def test_a_cluster_has_a_name_with_control_characters_and_markup(capsys, tmp_path):
@@ -82,7 +82,9 @@ def test_a_cluster_has_a_name_with_control_characters_and_markup(capsys, tmp_pat
     file.write_text(cluster_to_toml(replace(load_cluster("dgx-a100"), name=name)), encoding="utf-8")
     assert tomllib.loads(file.read_text(encoding="utf-8"))["name"] == name
     run = ["--model.preset", "llama-3-8b", "--layout.tp", "8", "--training.dtype", "bfloat16"]
-    assert f"{SHOWN}[red]mine[/nothing]:smile:" in said(capsys, "simulate", *run, "--machine.cluster", file, status=0)
+    assert f"{SHOWN}[red]mine[/nothing]:smile:" in printed(
+        capsys, "simulate", *run, "--machine.cluster", file, status=0
+    )
 
 
 def test_a_table_of_measurements_names_its_sets(capsys, tmp_path):
@@ -92,12 +94,12 @@ def test_a_table_of_measurements_names_its_sets(capsys, tmp_path):
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows({**row, "set": row["set"] + ESCAPE} for row in rows)
-    assert SHOWN in said(capsys, "validate", tmp_path / "table.csv", status=0)
+    assert SHOWN in printed(capsys, "validate", tmp_path / "table.csv", status=0)
 
 
 def test_a_configuration_is_quoted_with_its_control_characters_shown(capsys, tmp_path):
     (tmp_path / "run.toml").write_text(f"layout.{json.dumps(ESCAPE)} = 3\nschedule.family = {json.dumps(ESCAPE)}\n")
-    assert said(capsys, "train", tmp_path / "run.toml", status=2).count(SHOWN) >= 2
+    assert printed(capsys, "train", tmp_path / "run.toml", status=2).count(SHOWN) >= 2
 
 
 def test_the_sample_at_the_end_of_a_run_is_shown_and_kept_as_it_is(tmp_path):

@@ -564,22 +564,22 @@ RECIPE = {
 def test_a_run_that_train_cannot_compute_has_its_reason_in_place_of_a_start(model, tmp_path, capsys):
     out = tmp_path / "planned"
     assert main([*words(model, dtype="float16"), "--out", str(out), "--no-explain"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "refused by pipeloom train: training.dtype float16" in said
-    assert f"start pipeloom train {out / 'run.toml'}" not in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "refused by pipeloom train: training.dtype float16" in output
+    assert f"start pipeloom train {out / 'run.toml'}" not in output
 
 
 def test_a_planned_run_trains_only_when_its_recipe_is_set(model, tmp_path, capsys, monkeypatch):
     out, folder = tmp_path / "planned", tmp_path / "trained"
     assert main([*words(model, cluster="dgx-a100", dtype="bfloat16"), "--out", str(out), "--no-explain"]) == 0
-    text, said = (out / "run.toml").read_text(), capsys.readouterr().out
+    text, output = (out / "run.toml").read_text(), capsys.readouterr().out
     config, problems = read_run_file(out / "run.toml")
     assert (problems, list(unset(config))) == ([], list(RECIPE))
     for name in RECIPE:
         assert f"# SET: {name.split('.')[1]} = ..." in text
-        assert f"to set    {name}: " in said
+        assert f"to set    {name}: " in output
     assert "rope_theta" not in text  # positions of this family are learned
-    assert "optimizer.weight_decay 0.1" in " ".join(said.split())
+    assert "optimizer.weight_decay 0.1" in " ".join(output.split())
     assert main(["train", str(out / "run.toml"), "--optimizer.lr", "0.001", "--output.folder", str(folder)]) == 2
     error = capsys.readouterr().err
     assert all(f"      {name} " in error for name in RECIPE if name != "optimizer.lr")
@@ -611,10 +611,10 @@ def test_a_run_on_several_nodes_is_not_started_by_train(model, tmp_path, capsys)
         "--no-explain",
     ]
     assert main([*command, "--strategies", "none", "--out", str(out)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"start pipeloom launch {out / 'run.toml'} --out FOLDER" in said
-    assert "16 processes on 2 nodes of dgx-a100" in said
-    assert f"start pipeloom train {out / 'run.toml'}" not in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"start pipeloom launch {out / 'run.toml'} --out FOLDER" in output
+    assert "16 processes on 2 nodes of dgx-a100" in output
+    assert f"start pipeloom train {out / 'run.toml'}" not in output
 
 
 @pytest.mark.parametrize(
@@ -629,10 +629,10 @@ def test_what_starts_a_planned_run_is_named_where_something_does(model, tmp_path
     out = tmp_path / "planned"
     command = words(model, devices=12, cluster=cluster, dtype="bfloat16", **{"global-batch": 12, "pp": 1, "tp": 1})
     assert main([*command, "--strategies", "none", "--no-explain", "--out", str(out)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert refused in said
-    assert (f"start pipeloom train {out / 'run.toml'} starts all 12 processes on one host" in said) == starts
-    assert ("pipeloom launch " + str(out / "run.toml") in said) == (cluster == "gb200-nvl72")
+    output = " ".join(capsys.readouterr().out.split())
+    assert refused in output
+    assert (f"start pipeloom train {out / 'run.toml'} starts all 12 processes on one host" in output) == starts
+    assert ("pipeloom launch " + str(out / "run.toml") in output) == (cluster == "gb200-nvl72")
 
 
 def test_another_model_goes_over_that_of_a_run_file(model, tmp_path, capsys):

@@ -5,7 +5,7 @@ import json
 import pytest
 from machines import findings
 
-import pipeloom.measure
+import pipeloom.measure.machine
 import pipeloom.measure.pieces
 from pipeloom.catalog import load_cluster, load_model
 from pipeloom.cli import main
@@ -40,15 +40,15 @@ def test_two_processes_measure_this_machine_and_the_file_is_a_cluster(tmp_path, 
 @pytest.fixture
 def measured(monkeypatch):
     """Findings that need no measuring."""
-    asked = []
+    requested = []
 
     def answer(request):
-        asked.append(request)
+        requested.append(request)
         return findings(**found)
 
     found = {}
-    monkeypatch.setattr(pipeloom.measure, "measure_machine", answer)
-    return asked, found
+    monkeypatch.setattr(pipeloom.measure.machine, "measure_machine", answer)
+    return requested, found
 
 
 def test_the_table_names_everything_that_was_measured(measured, tmp_path, capsys):
@@ -113,10 +113,10 @@ def tiny(tmp_path):
 
 
 def test_the_pieces_of_a_model_go_into_the_file_and_into_the_table(measured, monkeypatch, tiny, tmp_path, capsys):
-    asked = []
+    requested = []
 
     def answer(request):
-        asked.append(request)
+        requested.append(request)
         shape = load_model(str(tiny))
         key = Run(shape=shape, seq=request.seq_len, tp=2, micro_batch=4, precision="fp32").of_measured_pieces
         pieces = MeasuredPieces(run=key, embedding=(1e-3, 0), layer=(2e-3, 4e-3), head=(1e-3, 1e-3), message_s=5e-4)
@@ -126,7 +126,7 @@ def test_the_pieces_of_a_model_go_into_the_file_and_into_the_table(measured, mon
     file = tmp_path / "mine.toml"
     words = ["profile", *QUICK, "--processes", "2", "--output", str(file), "--model", str(tiny), "--seq", "64"]
     assert main([*words, "--micro-batches", "4", "--tp", "2", "--recompute", "none", "full"]) == 0
-    (request,) = asked
+    (request,) = requested
     assert (request.model.hidden_size, request.model.vocab_size, request.seq_len) == (16, 11, 64)
     assert (request.micro_batches, request.tp, request.recompute) == ((4,), (2,), ("none", "full"))
     assert request.budget_s + measured[0][0].budget_s == pytest.approx(1)

@@ -54,7 +54,7 @@ def test_every_example_is_answered_and_its_parts_add_up(capsys, file, devices, r
 
 
 @pytest.mark.parametrize(
-    ("words", "dtype", "told"),
+    ("words", "dtype", "origin"),
     thinned(
         [
             (("--training.dtype", "bfloat16", "--machine.cluster", "dgx-h100"), "bfloat16", "bfloat16, "),
@@ -68,7 +68,7 @@ def test_every_example_is_answered_and_its_parts_add_up(capsys, file, devices, r
 )
 @pytest.mark.parametrize("command", ["simulate", "plan", "slices"])
 def test_one_setting_is_the_type_of_predictions_and_its_default_is_named(
-    capsys, monkeypatch, words, dtype, told, command
+    capsys, monkeypatch, words, dtype, origin, command
 ):
     if command == "plan":
         words = [
@@ -78,10 +78,10 @@ def test_one_setting_is_the_type_of_predictions_and_its_default_is_named(
     assert main([command, *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     found = found.get("question", found)
-    assert (found["dtype"], found["has_default_dtype"]) == (dtype, "default" in told)
+    assert (found["dtype"], found["has_default_dtype"]) == (dtype, "default" in origin)
     monkeypatch.setenv("COLUMNS", "200")
     assert main([command, *words]) == 0
-    assert told.rstrip(", ") in capsys.readouterr().out
+    assert origin.rstrip(", ") in capsys.readouterr().out
 
 
 def test_the_type_changes_the_prediction(capsys):
@@ -113,9 +113,9 @@ def test_fewer_micro_batches_than_pipeline_ranks_are_simulated_as_the_help_says(
     assert found["bubble_fraction"] > 0.5
     with pytest.raises(SystemExit, match="0"):
         main(["simulate", "--help-all"])
-    told = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
-    assert "With fewer than pp, ranks are idle" in told
-    assert "At least pp" not in told
+    help_text = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    assert "With fewer than pp, ranks are idle" in help_text
+    assert "At least pp" not in help_text
 
 
 def test_the_shapes_of_the_large_examples_are_the_published_ones(capsys):

@@ -114,9 +114,9 @@ def test_calibrate_on_some_models_and_predict_the_others_with_the_file(capsys, t
     assert main(["validate", *words, "--fit", str(program), "--parameters", "matmul", "memory", "tensor_bus"]) == 0
     out = capsys.readouterr().out
     assert "megatron-2021 on dgx-a100: 3 rows, mean absolute error" in out
-    told = tomllib.loads(program.read_text(encoding="utf-8"))["provenance"]
-    assert told["models"] == ["gpt-1.7b", "gpt-3.6b", "gpt-7.5b"]
-    assert told["mean_abs_error_after"] < told["mean_abs_error_before"]
+    provenance = tomllib.loads(program.read_text(encoding="utf-8"))["provenance"]
+    assert provenance["models"] == ["gpt-1.7b", "gpt-3.6b", "gpt-7.5b"]
+    assert provenance["mean_abs_error_after"] < provenance["mean_abs_error_before"]
     others = answer(capsys, EXAMPLE, "--models", "gpt-18b", "gpt-22b", "--software", str(program))
     assert others["summary"]["rows"] == 3
     assert others["summary"]["mean_abs_error"] < 0.06

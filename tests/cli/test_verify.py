@@ -1,4 +1,4 @@
-"""``pipeloom verify`` says yes where the gradients are equal, and no where they are not."""
+"""``pipeloom verify`` accepts equal gradients, and refuses others."""
 
 import pytest
 from small_run import write_text

@@ -70,8 +70,8 @@ def test_a_run_file_repeats_the_configuration(tmp_path_factory, config):
 def test_a_run_file_says_nothing_that_a_preset_or_named_layers_replace():
     layout = Layout(recompute_layers=("full", "none"))
     text = format_run(RunConfig(model=ModelConfig(preset="gpt-6.6b"), layout=layout))
-    said = "\n".join(line for line in text.splitlines() if not line.startswith("#")).strip()
-    assert said.startswith('[model]\npreset = "gpt-6.6b"\n\n')
+    printed = "\n".join(line for line in text.splitlines() if not line.startswith("#")).strip()
+    assert printed.startswith('[model]\npreset = "gpt-6.6b"\n\n')
     assert "recompute =" not in text
     assert 'recompute_layers = ["full", "none"]\n' in text
     assert parse_run(tomllib.loads(text))[0].layout == layout

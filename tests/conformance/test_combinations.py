@@ -1,4 +1,4 @@
-"""docs/combinations.md says which features work together; every accepted pair trains a step, and right.
+"""docs/combinations.md lists the features that work together; every accepted pair trains a step, and right.
 
 The simulator takes each of them, and the planner all but those with a feature that it refuses by name.
 """

@@ -452,8 +452,8 @@ def test_processes_may_race(config: DataConfig) -> None:
     command = [sys.executable, "-c", program, str(config.path), str(config.cache)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     racers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(4)]
-    said = {racer.communicate(timeout=60)[0] for racer in racers}
-    assert said == {f"{load_data(config, 0).train.batch(0, 2).tolist()} False\n"}
+    printed = {racer.communicate(timeout=60)[0] for racer in racers}
+    assert printed == {f"{load_data(config, 0).train.batch(0, 2).tolist()} False\n"}
     assert config.cache is not None
     assert len(list(config.cache.iterdir())) == 1
 

@@ -1,6 +1,6 @@
 """Compiled stages: the same gradients, with weights that are dropped and gathered and with layers that recompute.
 
-Where nothing says otherwise nothing is generated, only traced (``aot_eager``): that needs no compiler.
+Without a setting nothing is generated, only traced (``aot_eager``): that needs no compiler.
 """
 
 import pytest
@@ -14,7 +14,7 @@ from pipeloom.model.compile import as_written, compile_pieces
 from pipeloom.system.toolchain import toolchain_problems
 
 LAYERS = 3
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # tracing asks for it, and goes on
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # tracing reads it, and continues
 
 
 @pytest.fixture(autouse=True)

@@ -136,7 +136,7 @@ def test_the_trace_of_a_step_is_one_of_the_schedule_with_every_collective():
 
 
 class Reluctant:
-    """A lane whose jobs run when somebody waits for one, with the jobs before it; tells what was waited for, where."""
+    """A lane whose jobs run when somebody waits for one, with the jobs before it; lists what was waited for, where."""
 
     def __init__(self):
         self.waits, self.jobs, self.executor = [], [], None

@@ -196,7 +196,7 @@ RUNS = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # tracing asks for it, and goes on
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # tracing reads it, and continues
 @pytest.mark.parametrize("kind", thinned(RUNS, 4))
 def test_a_step_equals_the_single_process(tmp_path, kind):
     num_ranks, runs = RUNS[kind]

@@ -139,7 +139,7 @@ MODEL = ModelConfig(num_layers=4, hidden_size=32, num_heads=4, num_kv_heads=2)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # tracing asks for it, and goes on
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # tracing reads it, and continues
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_gradients_are_those_of_float32_but_for_rounding_over_gloo(tmp_path, family):
     narrow = TrainingConfig(dtype="bfloat16")

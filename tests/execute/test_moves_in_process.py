@@ -163,7 +163,7 @@ def test_a_step_that_failed_leaves_nothing_behind():
 def test_a_schedule_that_evicts_to_nobody_is_refused():
     text = "0F0 0EVICT0 0F1 0LOAD0 0B0 0B1"
     toy = Toy(1, 2)
-    with pytest.raises(UserError, match="rank 0 evicts, but the schedule does not say to whom"):
+    with pytest.raises(UserError, match="rank 0 evicts, but the schedule has no rank to evict to"):
         executors_of(parse_schedule(text), toy, toy.modules())
 
 
@@ -176,7 +176,7 @@ def test_without_swaps_an_executor_refuses_to_evict():
 
 def test_a_load_begins_when_its_eviction_has_ended():
     schedule = move_newest(lower(make_schedule("gpipe", pp=2, num_microbatches=3)), keep=1, ranks={0})
-    slow = defaultdict(lambda: PolledLane(Clock(), lambda: None))  # they go on only when they are asked to
+    slow = defaultdict(lambda: PolledLane(Clock(), lambda: None))  # they advance only when they are polled
     lanes = SimpleNamespace(waits=False, device=torch.device("cpu"), lane=slow.__getitem__)
     post, toy = MovePost(), Toy(2, 3)
     moves = ActivationMoves(schedule, 0, lanes, post.wires(schedule))

@@ -1,4 +1,4 @@
-"""How far the host may be ahead of the device: a clock that tells what was waited for stands for the device."""
+"""How far the host may be ahead of the device: a clock that lists what was waited for stands for the device."""
 
 import pytest
 from in_process import Post

@@ -1,4 +1,4 @@
-"""What a rank does when a signal asks it to end, and what the process does that started the ranks."""
+"""What a rank does at a signal to end, and what the process does that started the ranks."""
 
 import ctypes
 import multiprocessing
@@ -20,7 +20,7 @@ HAS_SAID = threading.Event()  # each rank is a fork of its own
 
 
 class Rank:
-    """A process that behaves as a rank, and what it has said."""
+    """A process that behaves as a rank, and what it has printed."""
 
     def __init__(self, work, grace_s=5.0):
         self._reader, writer = FORKED.Pipe(duplex=False)
@@ -33,11 +33,11 @@ class Rank:
         for number in STOPS:
             signal.signal(number, signal.SIG_DFL)
 
-        def say(text):
+        def print_line(text):
             writer.send(text)
             HAS_SAID.set()
 
-        with StopSignals(grace_s, "the setting", say, lambda number: writer.send(number.name)) as signals:
+        with StopSignals(grace_s, "the setting", print_line, lambda number: writer.send(number.name)) as signals:
             work(signals, partial(writer.send, "begun"))
         os._exit(0)
 
@@ -45,15 +45,15 @@ class Rank:
         os.kill(self.process.pid, number)
 
     def end(self):
-        """Exit status, and what was said."""
+        """Exit status, and what was printed."""
         self.process.join(20)
-        said = []
+        printed = []
         while self._reader.poll():
             try:
-                said.append(self._reader.recv())
+                printed.append(self._reader.recv())
             except EOFError:
                 break
-        return self.process.exitcode, said
+        return self.process.exitcode, printed
 
 
 def wait_in_a_library(seconds):
@@ -94,9 +94,9 @@ def long_step(signals, begin):
 def test_a_signal_is_noted_and_the_rank_goes_on(number):
     rank = Rank(until_asked)
     rank.kill(number)
-    status, said = rank.end()
+    status, printed = rank.end()
     assert status == number
-    assert said[0].startswith("the run ends after this step, with a checkpoint, within 5 s (the setting)")
+    assert printed[0].startswith("the run ends after this step, with a checkpoint, within 5 s (the setting)")
 
 
 def test_outside_of_steps_a_signal_ends_the_rank_at_once_even_inside_a_library():
@@ -111,9 +111,9 @@ def test_a_rank_that_does_not_end_within_the_grace_is_ended():
     rank = Rank(partial(busy, 10), grace_s=0.3)
     begin = time.monotonic()
     rank.kill(signal.SIGHUP)
-    status, said = rank.end()
-    assert (status, said[-1]) == (129, "SIGHUP")
-    assert "did not end in order within 0.3 s (the setting); it ends at once" in said[1]
+    status, printed = rank.end()
+    assert (status, printed[-1]) == (129, "SIGHUP")
+    assert "did not end in order within 0.3 s (the setting); it ends at once" in printed[1]
     assert 0.3 <= time.monotonic() - begin < 5
 
 
@@ -121,9 +121,9 @@ def test_a_step_that_is_longer_than_the_grace_is_not_waited_for():
     rank = Rank(long_step)
     begin = time.monotonic()
     rank.kill(signal.SIGTERM)
-    status, said = rank.end()
-    assert (status, said[-1]) == (75, "SIGTERM")
-    assert "cannot end in order within 5 s (the setting), since a step takes 60 s" in said[0]
+    status, printed = rank.end()
+    assert (status, printed[-1]) == (75, "SIGTERM")
+    assert "cannot end in order within 5 s (the setting), since a step takes 60 s" in printed[0]
     assert time.monotonic() < begin + 4
 
 
@@ -137,8 +137,8 @@ def test_a_second_interrupt_ends_the_rank_at_once_but_neither_its_echo_nor_a_sec
     time.sleep(0.1)
     assert rank.process.is_alive()
     rank.kill(signal.SIGINT)
-    status, said = rank.end()
-    assert (status, said[-2:]) == (130, ["interrupted again: the run ends at once", "SIGINT"])
+    status, printed = rank.end()
+    assert (status, printed[-2:]) == (130, ["interrupted again: the run ends at once", "SIGINT"])
     assert time.monotonic() < begin + 5
 
 

@@ -131,7 +131,7 @@ def test_gradients_of_narrow_stages_add_up_wide():
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # tracing asks for it, and goes on
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # tracing reads it, and continues
 def test_families_that_split_train_over_gloo_compiled_or_not(tmp_path):
     model = ModelConfig(num_layers=3, hidden_size=16, num_heads=2, tied=True)
     wide = TrainingConfig(dtype="float64")

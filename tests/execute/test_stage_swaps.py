@@ -94,7 +94,7 @@ def test_a_stage_that_does_not_leave_is_named_with_the_setting():
 
 
 class Stream:
-    """A stream that tells what was asked of it."""
+    """A stream that lists its calls."""
 
     device = None
 
@@ -181,7 +181,7 @@ def test_on_a_device_stages_take_no_more_memory_than_their_budget():
     lanes.close()
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="nothing tells whether a disk has room")
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="no function checks whether a disk has room")
 def test_a_full_disk_is_reported_and_a_file_system_without_a_size_is_used(tmp_path, monkeypatch):
     def refusing(code):
         def refuse(*_):

@@ -10,7 +10,7 @@ OWN = {"MEGATRON": "/megatron", "DATA": "mock", "TOKENIZER": "/tokenizer", "DATA
 
 
 def written(target, folder, **sections):
-    """The words of the script, and what it says about the clock."""
+    """The words of the script, and its sentence about the clock."""
     done = written_for(target, folder, **sections)
     about = [one for one in done.notes.differs if one.startswith("checkpoint.every_s")]
     return command_of(next(file for file in done.files if file.suffix == ".sh"), **OWN), about
@@ -59,7 +59,7 @@ def test_the_state_of_the_optimizer_is_in_every_checkpoint_of_torchtitan(tmp_pat
 
 
 def unwritten(done):
-    """What the files say of checkpoints in the background."""
+    """What the files state about checkpoints in the background."""
     return [one for one in done.notes.left_out if one.startswith("checkpoint.background")]
 
 

@@ -239,14 +239,14 @@ def test_what_has_no_counterpart_is_named(tmp_path):
         tmp_path,
         training=training,
     )
-    said = "\n".join((*written.notes.left_out, *written.notes.differs))
+    printed = "\n".join((*written.notes.left_out, *written.notes.differs))
     for words in (
         "training.compile",
         "receive_buffers",
         "machine.attention",
         "training.seed",
     ):
-        assert words in said
+        assert words in printed
 
 
 REFUSED = {

@@ -43,7 +43,7 @@ SCRIPTS = {
 
 @pytest.fixture
 def elsewhere(tmp_path):
-    """A run of a model file, about whose training nothing is said."""
+    """A run of a model file, without a recipe."""
     file = tmp_path / "model.toml"
     file.write_text(MODEL)
     return RunConfig(

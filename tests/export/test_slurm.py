@@ -177,8 +177,8 @@ def test_a_run_that_is_stopped_before_the_time_limit_is_queued_again(tmp_path, p
     finally:
         os.killpg(job.pid, signal.SIGKILL)  # the sleep, which the played srun does not end
         with job.stdout as stream:
-            said = stream.read()
-    assert "stopped before the time limit" in said
+            printed = stream.read()
+    assert "stopped before the time limit" in printed
 
 
 @pytest.mark.parametrize("has_checkpoint", [False, True])

@@ -43,9 +43,9 @@ def test_torch_loads_it_and_its_lowering_is_a_legal_schedule_of_the_same_order(t
 def test_settings_that_the_runtime_decides_itself_are_named(tmp_path):
     layout = {"loops": 2, "pp": 2, "dp": 2, "shard": "full"}
     written = written_for("torch", tmp_path, layout=layout, schedule={"gradient_buffers": 1})
-    said = "\n".join((*written.notes.left_out, *written.notes.differs))
+    printed = "\n".join((*written.notes.left_out, *written.notes.differs))
     for words in ("schedule.residency 2", "schedule.gradient_buffers 1", "schedule.receive_buffers 2", "3 stages"):
-        assert words in said
+        assert words in printed
         assert words in (tmp_path / "torch_schedule.py").read_text().replace("\n# ", " ").replace("  ", " ")
 
 

@@ -158,9 +158,9 @@ def test_two_nodes_go_on_where_a_run_ended_and_do_not_fail_when_all_is_done(tmp_
         )
         for node in ("1", "0")
     ]  # fmt: skip
-    said = [agent.communicate(timeout=140) for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], said
-    assert ["summary.json" in out for out, _ in said] == [False, True]  # rank 0 is where NODE_RANK is 0
+    printed = [agent.communicate(timeout=140) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], printed
+    assert ["summary.json" in out for out, _ in printed] == [False, True]  # rank 0 is where NODE_RANK is 0
     # the same once more, as the script starts it, without two more of torchrun, which only take time
     words = [str(out / "torchrun.toml"), "--output.folder", str(out / "run"), "--checkpoint.resume", str(out / "run")]
     ranks = Forked.ranks(tmp_path, ["train", *words, "--training.steps", "3"], 2)

@@ -178,8 +178,8 @@ def fate(target: str, name: str, folder: Path) -> str:
     after = hand_over(run_of(**changed), CLUSTER, folder / "after", [target])
     if after.refused:
         return "refused"  # the run without it is not
-    said = [{*done.written[0].notes.left_out, *done.written[0].notes.differs} for done in (before, after)]
-    if any(re.search(rf"{re.escape(name)}\b", sentence) for sentence in said[0] | said[1]):
+    printed = [{*done.written[0].notes.left_out, *done.written[0].notes.differs} for done in (before, after)]
+    if any(re.search(rf"{re.escape(name)}\b", sentence) for sentence in printed[0] | printed[1]):
         return "named"
     return "written" if code(folder / "before") != code(folder / "after") else "dropped"
 

@@ -48,7 +48,7 @@ def refused(**sizes):
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "printed"),
     [
         ("return [][1]", "IndexError: list index out of range"),
         ("return request.ranks", "AttributeError: 'Request' object has no attribute 'ranks'"),
@@ -60,10 +60,10 @@ def refused(**sizes):
         ("return __import__('statistics').mean([])", "StatisticsError: mean requires"),
     ],
 )
-def test_an_exception_of_a_rule_is_named_with_its_line(own, body, said):
+def test_an_exception_of_a_rule_is_named_with_its_line(own, body, printed):
     file = own(body)
     message = refused()
-    assert message.startswith(f"the family 'own' raised {said}")
+    assert message.startswith(f"the family 'own' raised {printed}")
     assert f", in {file}, line {RULE_LINE + 3}: {body}; " in message
     assert message.count("\n") == 0
 

@@ -26,7 +26,7 @@ def requests():
 
 
 def assert_complete(counts, chosen, number):
-    """As many forwards, and as many backwards, whole or in halves, as the family says."""
+    """As many forwards, and as many backwards, whole or in halves, as the family defines."""
     whole, halves = counts[Kind.BACKWARD], counts[Kind.BACKWARD_INPUT]
     assert counts.total() == number + whole + 2 * halves
     assert counts[Kind.FORWARD] == number

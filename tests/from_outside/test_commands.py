@@ -54,8 +54,8 @@ def test_a_million_devices_are_answered_within_the_time_limit(folder):
 
 
 def test_no_column_of_a_plan_is_missing_on_a_narrow_terminal(folder):
-    asked = (*PLAN, "--devices", "8", "--global-batch", "32", "--no-explain")
-    done, _ = run_command(*asked, folder=folder, COLUMNS="80")
+    requested = (*PLAN, "--devices", "8", "--global-batch", "32", "--no-explain")
+    done, _ = run_command(*requested, folder=folder, COLUMNS="80")
     for column in ("sharded", "tokens/s", "bubble", "exposed", "$/1e9"):
         assert column in done.stdout
 

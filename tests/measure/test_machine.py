@@ -28,7 +28,7 @@ def measure_tiny(per_host, rendezvous, rank, size):
 
 
 class TinyOn:
-    """Picklable, and it says how many processes a host has."""
+    """Picklable, and it returns how many processes a host has."""
 
     def __init__(self, per_host):
         self.per_host = per_host
@@ -138,11 +138,11 @@ def test_an_unsteady_measurement_is_repeated_more_often_than_a_steady_one():
 
 
 def test_short_things_are_run_many_times_a_sample_and_long_ones_once():
-    asked = []
+    requested = []
     watch = Stopwatch(Alone(), 0.0, 2, lambda what: None)
     for seconds in (1e-4, 5.0):
-        watch.time("something", lambda runs, seconds=seconds: asked.append(runs) or seconds)
-    assert asked == [1, 1, 20, 20, 1, 1, 1, 1]
+        watch.time("something", lambda runs, seconds=seconds: requested.append(runs) or seconds)
+    assert requested == [1, 1, 20, 20, 1, 1, 1, 1]
 
 
 def test_a_sample_is_the_time_of_one_run():

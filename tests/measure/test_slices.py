@@ -31,16 +31,16 @@ def test_no_part_of_a_latency_is_negative():
 
 
 class Ranks:
-    """Stands for a rank of a world whose other ranks have said what they have to say."""
+    """Stands for a rank of a world whose other ranks have sent all values."""
 
     device = torch.device("cpu")
 
-    def __init__(self, rank, said=None):
-        self.rank, self.said = rank, said
+    def __init__(self, rank, printed=None):
+        self.rank, self.printed = rank, printed
 
     def from_first(self, value):
-        self.said = value if self.rank == 0 else self.said
-        return self.said
+        self.printed = value if self.rank == 0 else self.printed
+        return self.printed
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -53,7 +53,7 @@ def test_every_rank_has_the_lengths_that_rank_0_chose(tmp_path, tied):
     first = Ranks(0)
     chosen = with_known_slices(config, first)
     assert sum(chosen.layout.token_slices) == 48
-    assert with_known_slices(config, Ranks(1, first.said)) == chosen
+    assert with_known_slices(config, Ranks(1, first.printed)) == chosen
     assert with_known_slices(chosen, first) is chosen
 
 

@@ -41,10 +41,10 @@ UNEVEN = (9, 7, 5, 3)
 def test_a_stage_that_is_faster_beside_others_was_disturbed_alone():
     """The median of the runs beside others counts, and each time for itself."""
     beside = [Times(1.0, 5.0, 0.0), Times(1.5, 4.5, 0.0), Times(9.0, 4.0, 0.0)]
-    assert undisturbed(Times(2.0, 3.0, 0.0), beside) == Times(1.5, 3.0, 0.0)
+    assert undisturbed(Times(2.0, 3.0, 0.0), Times.medians(beside)) == Times(1.5, 3.0, 0.0)
 
 
-@pytest.mark.parametrize(("held", "expected"), [(1, 3), (2, 2 * 2), (4, 4)])
+@pytest.mark.parametrize(("held", "expected"), [(1, 2), (2, 2), (4, 4)])
 def test_a_stage_alone_runs_few_micro_batches_before_the_first_step(held, expected):
     seconds = iter([1.0, 9.0, 1.0, 1.0])
 

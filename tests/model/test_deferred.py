@@ -175,7 +175,7 @@ def test_a_step_that_failed_leaves_nothing_behind():
 @pytest.mark.long  # tests/execute/test_split_backward.py trains with generated code
 @pytest.mark.timeout(600)  # a third of a minute where the compiler has not seen it, minutes where others need the cores
 @pytest.mark.skipif(bool(toolchain_problems("cpu")), reason="; ".join(toolchain_problems("cpu")))
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # tracing asks for it, and goes on
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # tracing reads it, and continues
 @pytest.mark.parametrize("config", [CONFIG, GPT2])
 def test_generated_code_files_what_it_does_not_overwrite(config):
     """The compiler uses memory again once nothing of its own reads it."""

@@ -46,7 +46,7 @@ def kept(stage, dtype=torch.float32):
 
 
 def predicted(model, recompute, **changes):
-    """What the cost model says of a layer."""
+    """What the cost model computes for a layer."""
     run = Run(
         shape=shape_of(model),
         seq=TOKENS,

@@ -13,10 +13,10 @@ SMALL = ModelShape(
 
 @pytest.fixture
 def ask():
-    """A question about a small model on four V100, unless told otherwise."""
+    """A question about a small model on four V100, with changed fields."""
 
     def make(**changes):
-        told = {
+        defaults = {
             "shape": SMALL,
             "cluster": load_cluster("dgx-1-v100"),
             "software": load_software("pipeloom"),
@@ -25,6 +25,6 @@ def ask():
             "seq": 512,
             "precision": "fp16",
         }
-        return Question(**(told | changes))
+        return Question(**(defaults | changes))
 
     return make

@@ -1,4 +1,4 @@
-"""No bound is above what the simulator says, and memory is known before communication is added."""
+"""No bound is above the simulated time, and memory is known before communication is added."""
 
 from dataclasses import replace
 from itertools import islice, product
@@ -248,7 +248,7 @@ def test_held_bytes_bound_no_more_than_waiting_does(name, pp, loops, count, data
 @pytest.mark.parametrize(("name", "share"), [("v-min", 1.0), ("v-half", 0.95)])
 @pytest.mark.parametrize(("pp", "count"), [(8, 8), (8, 40), (16, 16), (16, 64), (32, 32)])
 def test_where_memory_is_short_the_waits_are_the_bubble(name, share, pp, count):
-    """With T_F = T_I = T_W; what the work alone tells is less."""
+    """With T_F = T_I = T_W; the bound of the work alone is lower."""
     choice, stages = Choice(family=name, pp=pp, num_microbatches=count, loops=2), 2 * pp
     costs = StageCosts((1.0,) * stages, (2.0,) * stages)
     bounds, simulated_s = bounds_of(choice, costs), simulate(choice.make(), costs).end_s

@@ -1,4 +1,4 @@
-"""What a plan says of its own accuracy: from measurements, or that there are none."""
+"""What a plan states of its own accuracy: from measurements, or that there are none."""
 
 from dataclasses import replace
 

@@ -41,14 +41,14 @@ def small_run(**settings):
 
 
 def test_the_plan_has_an_order_that_is_faster_than_every_family(tmp_path):
-    asked = question()
-    best, family = search(asked, 1).best, search(replace(asked, order_tries=None), 1).best
+    requested = question()
+    best, family = search(requested, 1).best, search(replace(requested, order_tries=None), 1).best
     assert strategy_of(best) == "order"
     assert strategy_of(family) != "order"
     assert best.prediction.step_time_s < family.prediction.step_time_s
     assert least_step_s(best) <= best.prediction.step_time_s * (1 + 1e-9)
     held = max(memory.total_bytes for memory in best.prediction.memory_by_rank)
-    assert held <= min(best.prediction.device_bytes) * (1 - asked.headroom)
+    assert held <= min(best.prediction.device_bytes) * (1 - requested.headroom)
 
     file = tmp_path / "schedule.txt"
     file.write_text(best.schedule_text)

@@ -53,10 +53,10 @@ def test_where_the_headroom_alone_is_missing_the_answer_says_so(ask):
 
 
 def test_the_default_and_wrong_values(ask):
-    asked = {"model": "gpt-6.6b", "cluster": "dgx-a100", "num_devices": 8, "global_batch": 8, "seq": 512}
-    assert make_question(**asked).headroom == HEADROOM
-    assert make_question(**asked, headroom=0.0).headroom == 0
+    requested = {"model": "gpt-6.6b", "cluster": "dgx-a100", "num_devices": 8, "global_batch": 8, "seq": 512}
+    assert make_question(**requested).headroom == HEADROOM
+    assert make_question(**requested, headroom=0.0).headroom == 0
     with pytest.raises(CallError, match="headroom must be at most 0.9, found 1"):
-        make_question(**asked, headroom=1)
+        make_question(**requested, headroom=1)
     with pytest.raises(ConfigError, match="headroom must be at least 0, found -0.1"):
         ask(headroom=-0.1)

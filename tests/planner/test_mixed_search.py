@@ -39,8 +39,8 @@ def answers(found):
 @pytest.mark.parametrize("memory_gb", [80, 13], ids=["ample", "short on the slow nodes"])
 def test_bounds_leave_out_nothing_that_is_among_the_best(memory_gb):
     short = replace(SLOW, device=replace(SLOW.device, memory_bytes=memory_gb * 1e9))
-    asked = question(mixed((FAST, 2), (short, 2), links=[slow_link("fast", "slow", gb_per_s=3)]))
-    pruned, every = search(asked), search(asked, prunes=False)
+    requested = question(mixed((FAST, 2), (short, 2), links=[slow_link("fast", "slow", gb_per_s=3)]))
+    pruned, every = search(requested), search(requested, prunes=False)
     assert answers(pruned) == answers(every)
     assert pruned.counts.simulated < every.counts.simulated
     assert len(pruned.steps) == 10
@@ -95,8 +95,8 @@ def test_more_devices_than_the_cluster_has_are_refused():
 
 def test_a_plan_says_what_each_kind_alone_would_take_and_what_would_change_it():
     cluster = mixed((FAST, 2), (SLOW, 2), links=[slow_link("fast", "slow", gb_per_s=3)])
-    asked = question(cluster, families=("1f1b",), loops=(1,), pp=(2, 4), tp=(1, 2), micro_batch=(1,))
-    plan = make_plan(asked, 3)
+    requested = question(cluster, families=("1f1b",), loops=(1,), pp=(2, 4), tp=(1, 2), micro_batch=(1,))
+    plan = make_plan(requested, 3)
     assert plan.best is not None
     alone = {rival.kind: rival.step for rival in plan.rivals if rival.kind.endswith("alone")}
     assert set(alone) == {"4 devices of fast alone", "4 devices of slow alone"}
@@ -111,16 +111,16 @@ def test_a_plan_says_what_each_kind_alone_would_take_and_what_would_change_it():
 def test_nodes_that_only_hold_the_others_up_are_better_left_out():
     slower = nodes("slow", rate=5e12, devices_per_node=2)
     cluster = mixed((FAST, 2), (slower, 2), links=[slow_link("fast", "slow", gb_per_s=0.1)])
-    asked = question(cluster, families=("1f1b",), loops=(1,), pp=(2, 4), tp=(1, 2), micro_batch=(1,))
-    told = [advice for advice in make_plan(asked, 3).advice if "Do not use the other nodes" in advice]
-    assert len(told) == 1
-    assert "4 devices of fast alone" in told[0]
+    requested = question(cluster, families=("1f1b",), loops=(1,), pp=(2, 4), tp=(1, 2), micro_batch=(1,))
+    alone_advice = [advice for advice in make_plan(requested, 3).advice if "Do not use the other nodes" in advice]
+    assert len(alone_advice) == 1
+    assert "4 devices of fast alone" in alone_advice[0]
 
 
 def test_where_nothing_fits_the_rank_with_the_least_room_is_reported():
     small = replace(SLOW, device=replace(SLOW.device, memory_bytes=2e9))
-    asked = question(mixed((FAST, 2), (small, 2)), pp=(4,), dp=(1,), tp=(2,), loops=(1,), recompute=("full",))
-    near = make_plan(asked, 1).closest
+    requested = question(mixed((FAST, 2), (small, 2)), pp=(4,), dp=(1,), tp=(2,), loops=(1,), recompute=("full",))
+    near = make_plan(requested, 1).closest
     assert near is not None
     assert near.least_bytes - near.missing_bytes == pytest.approx(2e9)
     assert not any(what.endswith("devices") for what, _ in near.ways_out)  # there are no more

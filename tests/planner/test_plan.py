@@ -1,4 +1,4 @@
-"""A plan's reasons add up, its changes are answers of their own, and advice says what is true."""
+"""A plan's reasons add up, its changes are answers of their own, and advice is true."""
 
 import re
 import time
@@ -35,9 +35,9 @@ def test_causes_add_up_to_the_step(ask):
 def test_recomputation_is_a_cause_of_its_own(ask):
     question = ask().limited(recompute=("full",))
     step = search(question, 1).best
-    told = causes(step)
-    assert told["recompute_s"] > 0
-    assert told["compute_s"] / told["recompute_s"] == pytest.approx(3, rel=0.6)
+    parts = causes(step)
+    assert parts["recompute_s"] > 0
+    assert parts["compute_s"] / parts["recompute_s"] == pytest.approx(3, rel=0.6)
 
 
 def test_rivals_are_the_best_of_their_kind_and_say_what_they_cost_more(ask):
@@ -244,9 +244,9 @@ def test_a_batch_of_too_many_micro_batches_is_left_out(ask):
 
 
 def test_all_problems_of_a_question_are_reported(ask):
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as refusal:
         ask(num_devices=0, global_batch=0, precision="bf16", limits=Limits(families=("zebra",)))
-    assert len(told.value.problems) == 4
+    assert len(refusal.value.problems) == 4
 
 
 @pytest.mark.parametrize("limits", [{}, {"pp": (2,), "shards": ("full",)}, {"recompute": ("full",)}, {"pp": (1,)}])

@@ -1,4 +1,4 @@
-"""What "Efficient Parallelization Layouts" (arXiv 2311.05610) recommends comes out of the search; no code knows it."""
+"""What "Efficient Parallelization Layouts" (arXiv 2311.05610) recommends is a result of the search; no code has it."""
 
 from functools import cache
 

@@ -103,7 +103,7 @@ def test_a_judge_has_the_last_word():
 @settings(max_examples=50)
 @given(seed=st.integers(0, 10**6), num_units=st.integers(1, 30), num_ranks=st.integers(1, 9), rounds=st.integers(1, 4))
 def test_what_is_judged_best_is_not_slower_than_the_program_or_any_even_slices(seed, num_units, num_ranks, rounds):
-    """Whatever the judge says, as long as it is no less than what a rank computes."""
+    """Whatever the judge returns, as long as it is no less than what a rank computes."""
     table = LatencyTable(random_latency(seed, num_units), num_units)
 
     def step_s(lengths):
@@ -119,15 +119,15 @@ def test_what_is_judged_best_is_not_slower_than_the_program_or_any_even_slices(s
 
 def test_even_slices_that_a_rank_cannot_compute_in_time_are_not_judged():
     table = LatencyTable(lambda length, before: 1 + length + 0 * before, 24)
-    asked = []
+    requested = []
 
     def step_s(lengths):
-        asked.append(lengths)
+        requested.append(lengths)
         return 4 * (24 + len(lengths)) + 3 * (1 + max(lengths))
 
     found, seconds = judged_slices(table, 4, 4, step_s)
-    assert set(map(len, asked)) < set(range(1, 25))
-    assert all(4 * (24 + number) >= seconds for number in set(range(1, 25)) - set(map(len, asked)))
+    assert set(map(len, requested)) < set(range(1, 25))
+    assert all(4 * (24 + number) >= seconds for number in set(range(1, 25)) - set(map(len, requested)))
     assert seconds == step_s(found.lengths)
 
 

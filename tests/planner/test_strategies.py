@@ -46,8 +46,8 @@ def deep(ask):
     """A question about a deeper model on eight V100 in one node."""
 
     def make(limits, **changes):
-        told = {"shape": DEEP, "num_devices": 8, "global_batch": 32, "seq": 2048}
-        return ask(**(told | changes)).limited(**limits)
+        defaults = {"shape": DEEP, "num_devices": 8, "global_batch": 32, "seq": 2048}
+        return ask(**(defaults | changes)).limited(**limits)
 
     return make
 
@@ -123,9 +123,9 @@ def test_a_plan_says_what_the_way_is_worth(deep):
     (rival,) = [one for one in plan.rivals if one.kind == STRATEGIES["keep"].without]
     assert strategy_of(rival.step) == "none"
     assert sum(rival.more_s.values()) > 0
-    told = causes(plan.best)
-    assert told["recompute_s"] > 0
-    assert sum(told.values()) == pytest.approx(plan.best.prediction.step_time_s, rel=1e-9)
+    parts = causes(plan.best)
+    assert parts["recompute_s"] > 0
+    assert sum(parts.values()) == pytest.approx(plan.best.prediction.step_time_s, rel=1e-9)
 
 
 def test_where_nothing_is_recomputed_no_strategy_recomputes_micro_batches(deep):
@@ -224,7 +224,7 @@ def test_the_run_of_a_swapped_model_simulates_the_same(deep):
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16")])
 def test_the_schedule_of_a_swapped_model_is_the_one_that_trains(deep, precision, dtype):
-    """Stages take what the trainer says they take, so that it neither refuses the budget nor moves anything else."""
+    """Stages take what the trainer computes for them, so that it neither refuses the budget nor moves anything else."""
     cluster = load_cluster("dgx-h100")
     cluster = replace(cluster, device=replace(cluster.device, memory_bytes=2.13e9))
     step = search(deep({}, cluster=cluster, precision=precision, **ALONE), 1).best
@@ -273,8 +273,8 @@ def test_where_nothing_can_be_swapped_the_plan_says_why(deep, changes, words):
     question = deep(limits, cluster=cluster, **ALONE)
     plan = make_plan(question, budget_s=60)
     assert plan.best is None
-    (told,) = plan.advice
-    assert re.search(words, told)
+    (advice,) = plan.advice
+    assert re.search(words, advice)
 
 
 def test_several_devices_share_the_stages_instead(deep):

@@ -58,8 +58,8 @@ def step_s(point):
 
 
 def test_a_point_is_the_fastest_layout_of_a_plan_for_its_method_batch_and_devices():
-    asked = replace(ASKED, methods={"1f1b": OURS}, batches_per_device=(Fraction(2),), searches_every_size=True)
-    for point in tradeoff(asked).points:
+    requested = replace(ASKED, methods={"1f1b": OURS}, batches_per_device=(Fraction(2),), searches_every_size=True)
+    for point in tradeoff(requested).points:
         sizes = {"num_devices": point.num_devices, "global_batch": 2 * point.num_devices}
         question = replace(of_method(QUESTION, "1f1b", OURS), **sizes)
         assert step_s(point) == plan(question, 1, explains=False).best.prediction.step_time_s
@@ -154,23 +154,23 @@ def test_searching_every_size_is_never_slower_than_scaling(curves):
         assert step_s(searched) <= step_s(scaled)
 
 
-def test_progress_is_reported_after_every_method_and_batch_and_what_fits_nowhere_is_listed():
-    told = []
-    asked = replace(
+def test_progress_is_reported_after_every_method_and_batch_and_what_fits_nowhere_is_progress():
+    progress = []
+    requested = replace(
         ASKED,
         question=replace(QUESTION, shape=load_model("gpt-175b")),
         methods={"1f1b": OURS},
         batches_per_device=(Fraction(1),),
     )
-    found = tradeoff(asked, lambda *numbers: told.append(numbers))
-    assert told == [(1, 1)]
+    found = tradeoff(requested, lambda *numbers: progress.append(numbers))
+    assert progress == [(1, 1)]
     assert found.points == ()
     assert found.missing == (("1f1b", Fraction(1)),)
     assert found.best(16) is None
     assert found.front == []
 
 
-def test_what_a_time_limit_cuts_short_is_listed_and_not_as_what_fits_nowhere():
+def test_what_a_time_limit_cuts_short_is_progress_and_not_as_what_fits_nowhere():
     inputs = replace(ASKED, methods={"1f1b": OURS}, batches_per_device=(Fraction(1, 2), Fraction(2)), alternatives=10)
     found = tradeoff(inputs, budget_s=1e-3)
     assert set(found.unproved) == {("1f1b", Fraction(1, 2)), ("1f1b", Fraction(2))}

@@ -204,8 +204,8 @@ def test_another_program_divides_as_it_does_unless_a_partition_is_given():
     config = RunConfig(machine=MachineConfig(software="megatron-2021"), layout=Layout(loops=1))
     described = describe(replace(config, schedule=ScheduleConfig(family="1f1b")))
     assert stage_layers(described.run, described.software)[0] == (2, 2, 2, 2)
-    told = describe(replace(config, layout=Layout(loops=1, partition=(4, 2, 2, 2))))
-    assert stage_layers(told.run, told.software)[0] == (3, 2, 2, 1)
+    described = describe(replace(config, layout=Layout(loops=1, partition=(4, 2, 2, 2))))
+    assert stage_layers(described.run, described.software)[0] == (3, 2, 2, 1)
 
 
 def test_all_problems_of_the_machine_are_reported_at_once(tmp_path):

@@ -1,4 +1,4 @@
-"""Layers that recompute differently: time, FLOPs and memory lie where the layers say."""
+"""Layers that recompute differently: time, FLOPs and memory lie where the layers are."""
 
 from dataclasses import replace
 

@@ -49,11 +49,11 @@ def test_every_case_is_simulated_again_at_one_place(case):
 
 def test_the_data_has_every_point_once():
     keys = [(row["case"], row["program"], row["attention"], row["recompute"], row["micro_batch"]) for row in ROWS]
-    asked = [
+    requested = [
         (case.name, program, one.attention, one.recompute, str(one.micro_batch))
         for case, program, one in bpipe_cases.points()
     ]
-    assert keys == asked
+    assert keys == requested
     assert len(set(keys)) == len(keys)
 
 

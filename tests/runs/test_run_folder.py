@@ -59,9 +59,9 @@ def test_a_file_that_the_run_can_do_without_is_a_warning_and_the_older_one_stays
     with pytest.raises(RunError, match="No space left on device"):
         folder.write(TRACE, "a long new text")
     folder.write(TRACE, "a long new text", is_needed=False)
-    said = f"cannot write {tmp_path / TRACE}: No space left on device; the run continues without it"
-    assert capsys.readouterr().err == f"pipeloom train: warning: {said}\n"
-    assert (tmp_path / WARNINGS).read_text().endswith(f"  {said}\n")
+    printed = f"cannot write {tmp_path / TRACE}: No space left on device; the run continues without it"
+    assert capsys.readouterr().err == f"pipeloom train: warning: {printed}\n"
+    assert (tmp_path / WARNINGS).read_text().endswith(f"  {printed}\n")
     assert sorted(one.name for one in tmp_path.iterdir()) == [TRACE, WARNINGS]
     assert (tmp_path / TRACE).read_bytes() == b"old"
 

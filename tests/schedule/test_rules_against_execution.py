@@ -1,6 +1,6 @@
 """The rules refuse a reordered schedule exactly if running it, token by token, gets stuck.
 
-The executor here knows nothing of the package's dependencies: each rank takes its row from left to right; tensors are
+The executor here does not use the package's dependencies: each rank takes its row from left to right; tensors are
 tokens; each directed edge between two ranks is a queue that a receive, once posted, takes from in order.
 """
 
@@ -20,7 +20,7 @@ quick = settings(max_examples=150, deadline=None)
 
 
 class Run:
-    """One run of rows; ``finishes`` says whether every action could be done and every tensor was the right one."""
+    """One run of rows; ``finishes`` is whether every action could be done and every tensor was the right one."""
 
     def __init__(self, rows, placement, *, has_messages):
         self.rows, self.owner, self.has_messages = rows, placement.rank_by_stage, has_messages

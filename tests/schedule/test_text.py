@@ -154,7 +154,7 @@ def test_an_overlapped_cell_is_refused_with_a_clear_message():
     ],
 )
 def test_numbers_beyond_what_the_rows_hold_are_refused_before_there_is_room_for_them(monkeypatch, text, message):
-    if message is None:  # as few as these are missing the rules say which
+    if message is None:  # as few as these are missing the rules name them
         with pytest.raises(ScheduleError, match="rule 'complete'"):
             parse_schedule(text)
         return

@@ -1,4 +1,4 @@
-"""The clock: dependencies hold, lanes never overlap, and transfers cost what the formulas say."""
+"""The clock: dependencies hold, lanes never overlap, and transfers cost what the formulas give."""
 
 from collections import defaultdict
 from dataclasses import dataclass

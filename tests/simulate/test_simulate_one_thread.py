@@ -25,7 +25,7 @@ def cores(capacity):
 
 
 class Threads:
-    """One thread a rank. Each asks for work on the cores, or waits; the loop advances to the next thing that ends."""
+    """One thread a rank. Each requests work on the cores, or waits; the loop advances to the next thing that ends."""
 
     def __init__(self, schedule, costs, capacity):
         self.costs, self.placement, self.now, self.ends, self.starts = costs, schedule.placement, 0.0, {}, {}

@@ -101,7 +101,7 @@ class Forked:
 def free_port() -> str:
     """A port for a launcher, which binds it a moment later.
 
-    Below those that systems choose for connections and for whoever asks for any, so that none takes it meanwhile.
+    Below those that systems choose for connections and for calls without a port, so that none takes it meanwhile.
     """
     while True:
         port = random.SystemRandom().randrange(

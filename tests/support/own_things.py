@@ -76,8 +76,8 @@ def write_own_things(folder: Path) -> None:
         "".join(json.dumps({"text": f"story {n}, quite short"}) + "\n" for n in range(99))
     )
     (folder / "text.jsonl.gz").write_bytes(gzip.compress((folder / "text.jsonl").read_bytes()))
-    said = [{"role": "user", "content": "which one?"}, {"role": "assistant", "content": "that one"}]
-    (folder / "chat.jsonl").write_text((json.dumps({"messages": said}) + "\n") * 99)
+    printed = [{"role": "user", "content": "which one?"}, {"role": "assistant", "content": "that one"}]
+    (folder / "chat.jsonl").write_text((json.dumps({"messages": printed}) + "\n") * 99)
     (folder / "prompts.jsonl").write_text((json.dumps({"prompt": "which", "completion": "one"}) + "\n") * 99)
     _write_tokens(folder)
     _write_models(folder)

@@ -152,7 +152,7 @@ def slowdowns_with_more(case: Case, answer: Plan) -> dict[str, float]:
 
 
 def slower_with_more_devices(case: Case, answer: Plan) -> str | None:
-    """That twice the devices are slower and the plan does not say so; ``None`` if all is well.
+    """That twice the devices are slower and the plan does not state it; ``None`` if all is well.
 
     A layout uses all devices, so that more of them may be slower; then the plan's advice has to name the fewer ones.
     """
@@ -160,7 +160,7 @@ def slower_with_more_devices(case: Case, answer: Plan) -> str | None:
         return None
     try:
         larger = plan(replace(case.question, num_devices=2 * case.devices), LAYOUTS, explains=False)
-    except UserError:  # no layout divides them, and the message says which numbers have one
+    except UserError:  # no layout divides them, and the message names the numbers that have one
         return None
     before_s = answer.best.prediction.step_time_s
     if larger.best is None or larger.best.prediction.step_time_s <= before_s * (1 + EQUAL):
@@ -168,4 +168,4 @@ def slower_with_more_devices(case: Case, answer: Plan) -> str | None:
     if any(on_devices(larger.question, larger.best, inf)):
         return None
     more = larger.best.prediction.step_time_s / before_s - 1
-    return f"{2 * case.devices} devices are slower by {more:.1%}, and the advice does not say so"
+    return f"{2 * case.devices} devices are slower by {more:.1%}, and the advice does not state it"

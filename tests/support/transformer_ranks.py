@@ -1,4 +1,4 @@
-"""All ranks of a layout over a small transformer in one process, and a single process that knows no pipeline."""
+"""All ranks of a layout over a small transformer in one process, and a single process without a pipeline."""
 
 from dataclasses import dataclass, replace
 from functools import cache, partial

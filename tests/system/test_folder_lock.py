@@ -37,9 +37,9 @@ def hold(tmp_path):
             [sys.executable, "-c", HOLD, str(tmp_path), *words], stdout=subprocess.PIPE, text=True
         )
         started.append(process)
-        said = process.stdout.readline().split()
-        assert said[0] == "held"
-        return process, int(said[1])
+        printed = process.stdout.readline().split()
+        assert printed[0] == "held"
+        return process, int(printed[1])
 
     yield start
     for process in started:

@@ -1,4 +1,4 @@
-"""Where stages cannot be compiled, a run says so before anything starts."""
+"""Where stages cannot be compiled, a run prints that before anything starts."""
 
 import sysconfig
 from dataclasses import replace

@@ -16,12 +16,12 @@ def shown(width, capsys):
 
 @pytest.mark.parametrize("width", [16, 24, 40, 60, 80, 120])
 def test_every_cell_is_there_at_every_width_and_nothing_is_cut(width, capsys):
-    said = shown(width, capsys)
-    assert max(map(len, said.splitlines())) <= width
-    assert "…" not in said
+    printed = shown(width, capsys)
+    assert max(map(len, printed.splitlines())) <= width
+    assert "…" not in printed
     for word in ("alpha", "beta", "gamma", "1,000", "20", "21", "22", "3.25%"):
-        assert word in said.split()
-    assert said.count("many") == said.count("layout") * 4 == 12
+        assert word in printed.split()
+    assert printed.count("many") == printed.count("layout") * 4 == 12
 
 
 def test_a_table_that_fits_is_one_block_and_others_repeat_the_names_of_rows(capsys):
@@ -34,6 +34,6 @@ def test_names_that_are_long_leave_room_for_the_figures(capsys):
     rows = table("", ["figure"])
     rows.add_row("a name of many words that goes on and on and on", "1,234,567")
     print_table(Console(width=30), rows)
-    said = capsys.readouterr().out
-    assert "1,234,567" in said
-    assert max(map(len, said.splitlines())) <= 30
+    printed = capsys.readouterr().out
+    assert "1,234,567" in printed
+    assert max(map(len, printed.splitlines())) <= 30

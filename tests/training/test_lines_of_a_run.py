@@ -13,7 +13,7 @@ from pipeloom.config import AdapterConfig, CheckpointConfig, ModelConfig, Traini
 from pipeloom.data.prepared import sizes_of
 from pipeloom.data.summary import Summary
 from pipeloom.predict.describe import completed
-from pipeloom.training.run import _announce, _read_again, _say
+from pipeloom.training.run import _announce, _print_line, _read_again
 from pipeloom.training.stages import stage_of
 from pipeloom.workload.layout import Layout
 
@@ -46,7 +46,7 @@ def test_a_terminal_that_was_closed_ends_no_run(monkeypatch):
         raise OSError(errno.EIO, text)
 
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=refuse, flush=lambda: None, isatty=lambda: False))
-    _say("restart    started again from step 6")
+    _print_line("restart    started again from step 6")
     with pytest.raises(OSError, match="started again"):
         sys.stdout.write("started again")
 

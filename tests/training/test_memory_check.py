@@ -151,7 +151,7 @@ def test_under_a_launcher_each_host_counts_its_own_ranks_once(monkeypatch):
     with pytest.raises(HostError, match="2 processes"):
         check_memory(config)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    check_memory(config)  # the first process of this host has said it
+    check_memory(config)  # the first process of this host has printed it
 
 
 def test_every_host_says_what_it_lacks_even_if_it_is_not_the_first(monkeypatch, capsys):

@@ -127,10 +127,10 @@ def test_all_tensors_that_differ_are_named_together(folder, tmp_path, capsys):
         tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].clone()
 
     rewrite(folder, change)
-    said = refusal(tmp_path, folder, capsys)
-    assert "it lacks model.norm.weight" in said
-    assert "nothing here has the name of model.layers.0.self_attn.q_proj.bias" in said
-    assert "it has another shape for lm_head.weight [259, 16] instead of [260, 16]" in said
+    message = refusal(tmp_path, folder, capsys)
+    assert "it lacks model.norm.weight" in message
+    assert "nothing here has the name of model.layers.0.self_attn.q_proj.bias" in message
+    assert "it has another shape for lm_head.weight [259, 16] instead of [260, 16]" in message
 
 
 def test_quantized_weights_are_refused(folder, tmp_path, capsys):
@@ -160,9 +160,9 @@ def test_an_index_that_does_not_list_the_tensors_of_its_files_is_refused(folder,
     names = sorted(load_file(folder / "model.safetensors"))
     places = dict.fromkeys([*names[1:], "model.more.weight"], "model.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    said = refusal(tmp_path, folder, capsys)
-    assert "the files lack model.more.weight in model.safetensors" in said
-    assert f"it does not list {names[0]} in model.safetensors" in said
+    message = refusal(tmp_path, folder, capsys)
+    assert "the files lack model.more.weight in model.safetensors" in message
+    assert f"it does not list {names[0]} in model.safetensors" in message
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
@@ -180,9 +180,9 @@ def test_weights_that_are_no_numbers_are_refused_by_name(folders, tmp_path, valu
 def test_a_truncated_file_is_refused(folder, tmp_path, capsys):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-5])
-    said = refusal(tmp_path, folder, capsys)
-    assert f"cannot read the weights {file}: it is damaged or not complete (" in said
-    assert "; download or copy it again" in said
+    message = refusal(tmp_path, folder, capsys)
+    assert f"cannot read the weights {file}: it is damaged or not complete (" in message
+    assert "; download or copy it again" in message
 
 
 def test_all_files_that_are_missing_or_damaged_are_named(folder, tmp_path, capsys):
@@ -190,27 +190,27 @@ def test_all_files_that_are_missing_or_damaged_are_named(folder, tmp_path, capsy
     places = {name: names[number % 3] for number, name in enumerate(load_file(folder / "model.safetensors"))}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     (folder / names[1]).write_text("version https://git-lfs.github.com/spec/v1\n")
-    said = refusal(tmp_path, folder, capsys)
+    message = refusal(tmp_path, folder, capsys)
     for name, reason in zip(names, ("there is no", "it is damaged", "there is no"), strict=True):
-        assert f"cannot read the weights {folder / name}: {reason}" in said
-    assert "; download or copy them again" in said
+        assert f"cannot read the weights {folder / name}: {reason}" in message
+    assert "; download or copy them again" in message
 
 
 def test_a_model_of_other_sizes_is_refused(folder, tmp_path, capsys):
     other = shutil.copytree(folder, tmp_path / "other")
     table = json.loads((folder / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**table, "rms_norm_eps": 1e-4, "intermediate_size": 24}))
-    said = refusal(tmp_path, folder, capsys, "--model.file", str(other))
-    assert f"is of another model; set model.file to {folder}:" in said
-    assert "model.ffn_size is 24, there 20" in said
-    assert "model.norm_eps is 0.0001, there 1e-06" in said
+    message = refusal(tmp_path, folder, capsys, "--model.file", str(other))
+    assert f"is of another model; set model.file to {folder}:" in message
+    assert "model.ffn_size is 24, there 20" in message
+    assert "model.norm_eps is 0.0001, there 1e-06" in message
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path, capsys, folder):
     empty = tmp_path / "empty"
     empty.mkdir()
-    said = refusal(tmp_path, folder, capsys, "--checkpoint.init", str(empty))
-    assert f"found no complete checkpoint in {empty}, and no config.json of a Hugging Face model" in said
+    message = refusal(tmp_path, folder, capsys, "--checkpoint.init", str(empty))
+    assert f"found no complete checkpoint in {empty}, and no config.json of a Hugging Face model" in message
 
 
 def test_two_matrices_of_a_tied_model_must_be_equal(folders, tmp_path, capsys):
@@ -321,12 +321,13 @@ def test_sequences_of_more_positions_than_the_folders_are_remarked_on_and_export
     config = config_of(tmp_path, folder, LAYOUTS["one rank"])
     equal, longer = (replace(config, data=replace(config.data, seq_len=length)) for length in (most, most + 1))
     assert "positions" not in check_init(equal)
-    said = check_init(longer)
+    message = check_init(longer)
     assert (
-        f"was trained on {most} positions (max_position_embeddings), sequences have {most + 1}; an export has" in said
+        f"was trained on {most} positions (max_position_embeddings), sequences have {most + 1}; an export has"
+        in message
     )
-    assert said.endswith(f"an export has {most + 1}") == is_written
-    assert said.endswith(f"an export has {most}, from which its scaling of positions follows") == (not is_written)
+    assert message.endswith(f"an export has {most + 1}") == is_written
+    assert message.endswith(f"an export has {most}, from which its scaling of positions follows") == (not is_written)
     (folder / "config.json").write_text(
         json.dumps({**json.loads((folder / "config.json").read_text()), "max_position_embeddings": SEQ_LEN - 1})
     )

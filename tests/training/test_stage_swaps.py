@@ -198,8 +198,8 @@ def test_a_prediction_leaves_no_trace_in_the_training(tmp_path):
     """It brings every stage, moves it and updates it; losses, weights and what is owed are as without."""
     plain, config = config_of(tmp_path, tied=True), config_of(tmp_path, 0.3, tied=True, loops=5)
     plain = replace(plain, layout=config.layout)
-    asked = replace(config, training=replace(config.training, predict=True))
-    found = train_all(tmp_path, {"plain": plain, "predicted": asked})["predicted"]
+    requested = replace(config, training=replace(config.training, predict=True))
+    found = train_all(tmp_path, {"plain": plain, "predicted": requested})["predicted"]
     assert metrics(tmp_path / "predicted") == metrics(tmp_path / "plain")
     mine, theirs = weights(tmp_path / "predicted"), weights(tmp_path / "plain")
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)

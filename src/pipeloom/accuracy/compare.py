@@ -37,7 +37,7 @@ class Outcome:
         memory_bytes: predicted memory of the device that was measured: the fullest one, or one of the first stage
             (``Software.reports_first``).
         filled: predicted share of the memory of the fullest device; above 1 it does not fit.
-        is_observed: whether the prediction contains an observation about rows of this model, which says nothing about
+        is_observed: whether the prediction contains an observation about rows of this model, which states nothing about
             others (``Software.extra_drain_slots``).
     """
 

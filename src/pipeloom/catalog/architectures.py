@@ -234,7 +234,7 @@ ARCHITECTURES.add(
         fixed={
             **ARCHITECTURES["qwen3"].fixed,
             "norm_topk_prob": Fixed((True,), "as the weights of a token's experts add up to 1 here", default=False),
-            "mlp_only_layers": Fixed(([], None), "as decoder_sparse_step says which layers have experts", None),
+            "mlp_only_layers": Fixed(([], None), "as decoder_sparse_step selects the layers with experts", None),
         },
         unused=_LLAMA_NAMES["unused"] | _ROUTING,
         weights=QWEN3_MOE_WEIGHTS,

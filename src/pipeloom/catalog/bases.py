@@ -9,7 +9,7 @@ from pipeloom.config.paths import expand_home, names_file
 from pipeloom.errors import UserError
 
 _OWN = ("name", "source", "recipe")
-"""Keys that a file does not take from its base: they identify the base, or say how that model was trained."""
+"""Keys that a file does not take from its base: they identify the base, or its training."""
 _MEASURED = {
     "device": ("pieces", "update"),
     "intra": ("collectives", "bus"),

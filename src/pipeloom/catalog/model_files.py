@@ -40,8 +40,8 @@ class ModelFile:
         settings: further settings of ``ModelConfig`` by name.
         model_type: key of ``ARCHITECTURES``; ``None`` for a file of the catalog's format.
         adapted: the settings of a model that classes of transformers compute, in place of all others.
-        most_tokens: of a sequence, as the file says; ``None`` if it has none.
-        recipe: how the model was trained; ``None`` if the file does not say it.
+        most_tokens: of a sequence, from the file; ``None`` if it has none.
+        recipe: how the model was trained; ``None`` if the file does not contain it.
     """
 
     shape: ModelShape

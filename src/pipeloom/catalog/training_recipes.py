@@ -10,13 +10,13 @@ from pipeloom.catalog.reading import Reader
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRecipe:
-    """How a model was trained, as far as its source says.
+    """How a model was trained, as far as its source has it.
 
     Attributes:
         source: of all numbers.
         optimizer: name of a setting of ``[optimizer]`` -> value; always with ``lr``.
-        steps: optimizer steps; ``None`` if unknown, or if ``tokens`` says it.
-        tokens: of the training run; ``None`` if ``steps`` says it, or if unknown.
+        steps: optimizer steps; ``None`` if unknown, or if ``tokens`` gives it.
+        tokens: of the training run; ``None`` if ``steps`` gives it, or if unknown.
         batch_tokens: tokens of a global batch, for which the learning rate was chosen; ``None`` if unknown.
         differs: what was done and no setting expresses, a sentence each.
     """
@@ -37,7 +37,7 @@ def read_recipe(reader: Reader) -> TrainingRecipe:
     """The recipe of a table; problems are added to those of the reader.
 
     The update rule is AdamW, and the learning rate has a linear warm-up and a cosine decay. No other ones are
-    supported, so a recipe that says otherwise is refused.
+    supported, so a recipe with others is refused.
     """
     known = reader.names()
     reader.text("optimizer", "adamw", among=("adamw",))

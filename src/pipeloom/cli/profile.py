@@ -21,8 +21,8 @@ from pipeloom.workload.limits import Common, ModelName
 
 if TYPE_CHECKING:
     from pipeloom.config import ModelConfig
-    from pipeloom.measure import Request
     from pipeloom.measure.findings import Findings, Timing
+    from pipeloom.measure.machine import Request
     from pipeloom.measure.pieces import PieceRequest
 
 
@@ -85,7 +85,8 @@ def run(words: list[str]) -> int:
     options, problems = read_flags(COMMAND, words)
     problems += idle_problems(COMMAND, words)
     from pipeloom.catalog.cluster_files import cluster_to_toml
-    from pipeloom.measure import Request, describe_cluster, measure_machine
+    from pipeloom.measure.describe import describe_cluster
+    from pipeloom.measure.machine import Request, measure_machine
     from pipeloom.terminal.progress import restore_terminal
 
     # One budget for both: --budget-s limits the whole command.

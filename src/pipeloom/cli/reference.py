@@ -315,7 +315,7 @@ def _options(owner: type, group: str = "", default: Any = None) -> Iterator[Opti
 
 @cache
 def _described(owner: type) -> dict[str, tuple[str, str]]:
-    """Field -> the string below it, without the sentences about ``None``, and what these say."""
+    """Field -> the string below it, without the sentences about ``None``, and the meanings of ``None`` in these."""
     found: dict[str, tuple[str, str]] = {}
     # Settings of a run are defined in sections; of classes that derive from others, each has its own fields.
     for one in reversed(owner.__mro__):

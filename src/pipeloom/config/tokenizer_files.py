@@ -1,4 +1,4 @@
-"""A tokenizer that another program made: its ``tokenizer.json``, and what the files beside it say about it.
+"""A tokenizer that another program made: its ``tokenizer.json``, and what the files beside it contain about it.
 
 Only JSON and text are read. Nothing that a folder names is imported or executed.
 """

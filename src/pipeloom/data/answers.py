@@ -32,10 +32,10 @@ class Exchange(bytes):
 
     @property
     def text(self) -> bytes:
-        """What is said in it."""
+        """All texts in it."""
         values = json.loads(self).values()
-        said = (one if isinstance(one, str) else "\n".join(message["content"] for message in one) for one in values)
-        return "\n".join(said).encode(errors="surrogatepass")
+        texts = (one if isinstance(one, str) else "\n".join(message["content"] for message in one) for one in values)
+        return "\n".join(texts).encode(errors="surrogatepass")
 
 
 def exchange_of(record: Mapping[str, Any]) -> Exchange | None:

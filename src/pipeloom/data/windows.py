@@ -116,7 +116,7 @@ class TokenWindows:
         return other
 
     def position(self, _num_windows: int) -> list[dict[str, Any]]:
-        """What a checkpoint stores of several sources: nothing here, since the number of windows says it all."""
+        """What a checkpoint stores of several sources: nothing here, since the number of windows is enough."""
         return []
 
     def _row(self, number: int) -> int:

@@ -231,7 +231,7 @@ class Choice:
         available = available_memory()
         if self.least_bytes <= available.size_bytes:
             return []
-        # Rounded up, so that the message seldom says that 3 GB do not fit into 3 GB.
+        # Rounded up, so that the message seldom states that 3 GB do not fit into 3 GB.
         needed, there = format_bytes(self.least_bytes, rounds_up=True), format_bytes(available.size_bytes)
         slices = f" x {self.num_slices:,} token slices" if self.num_slices > 1 else ""
         return [

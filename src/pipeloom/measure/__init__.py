@@ -1,7 +1,1 @@
-"""Measures this machine for a cluster file: matrix products, memory, host, links, collectives."""
-
-from pipeloom.measure.describe import describe_cluster
-from pipeloom.measure.findings import Findings
-from pipeloom.measure.machine import Request, measure_machine
-
-__all__ = ["Findings", "Request", "describe_cluster", "measure_machine"]
+"""Measures this machine for a cluster file, and the stages of a run for its prediction."""

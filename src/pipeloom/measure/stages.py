@@ -24,12 +24,13 @@ from pipeloom.schedule.kinds import OUT_OF
 from pipeloom.system.cores import own_cores
 from pipeloom.workload.layout import Layout
 
-_REPEATS, _COLLECTIVES = 3, 5
+_REPEATS, _COLLECTIVES = 2, 5
 """Measurements of a stage, in CPU time where that is possible, and of a collective, which others disturb more."""
 _MOST_HELD = 4
-_CROWD_S = 0.4
+_TOGETHER_S, _MESSAGES_S = 0.2, 0.1
+"""Compute while all ranks compute, and beside messages."""
 _MESSAGES = 24
-_LEAST_ONE_WAY = 8
+_LEAST_ONE_WAY = 6
 _TURNS_S = 0.1
 
 
@@ -85,13 +86,14 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
     The halves of split backwards are timed separately. Repeated for each stage of a rank:
 
     1. its weights are all-gathered;
-    2. one group of ranks in lockstep after the other is timed alone on its host, with as many micro-batches in flight
-       as in a step; ranks of one thread in CPU time, which excludes other programs, here and in 4; ranks with their own
-       devices are timed at once;
+    2. one group of ranks in lockstep is timed alone on each host, with several micro-batches in flight if it has them
+       in a step; ranks of one thread in CPU time, which excludes other programs, here and in 4; ranks with their own
+       devices are all timed;
     3. the second rank sends tensors to the first one, which waits for them, while it and all others compute forwards
        (only for the first stage);
     4. all ranks compute and exchange messages at once, which shows how much they slow each other down, how long the
-       computing thread takes to post a message, and what share of the cores the processes use for other work;
+       computing thread takes to post a message, and what share of the cores the processes use for other work. The
+       ranks that were not timed alone are as much faster alone as those of their host that were;
     5. the stage's collectives are timed while all ranks compute.
 
     Where ranks of one thread are more than their cores, the turns that the system gives them are timed at the end.
@@ -107,43 +109,42 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
     world, layout = rehearsal.world, rehearsal.layout
     exchange = Exchange(world, transport, rehearsal.outputs[0], layout)
     collective_s: dict[int, tuple[float, float]] = {}
-    alone: dict[int, Times] = {}
-    shares_clock = world.device.type == "cpu" and len(set(rehearsal.hosts)) == 1  # a host has one
+    times: dict[int, Times] = {}
+    is_timed_alone = world.rank in rehearsal.teams[0]
     transfers: list[float] = []
     together: list[Together] = []
-    expected_s = 0.0
+    alone_s = beside_s = 0.0
     for index, stage in rehearsal.visits():
         run, held = rehearsal.run_of(stage), most_held(rehearsal.schedule, index)
         run(rehearsal.clock, held)  # allocates, and warms caches
         world.wait_for_all()
-        alone[index] = rehearsal.in_turns(partial(_time_alone, run, rehearsal.clock, held))
-        load = _Load(world, partial(run, rehearsal.clock), sum(alone[index]))
-        if len(alone) == 1:  # messages have the same shape at every stage boundary
-            takes_part = exchange.place <= 1 and _is_with_first(layout, world.rank)
-            time_transfers = _time_one_way if shares_clock else _time_there_and_back
-            forwards = _Load(world, partial(replace(run, trains=False).forward, Portion(0)), alone[index].forward_s)
-            transfers = time_transfers(exchange, forwards, takes_part=takes_part) if exchange.peers else []
+        alone = _time_alone(run, rehearsal.clock, held) if is_timed_alone else None
+        world.wait_for_all()
+        load = _Load(world, partial(run, rehearsal.clock), None if alone is None else sum(alone))
+        if not times:  # messages have the same shape at every stage boundary
+            transfers = _time_messages(rehearsal, exchange, run, alone)
         # Ranks that share cores slow each other down by a factor of up to their number; half of it is assumed.
-        count = max(1, load.num_runs(_CROWD_S / len(rehearsal.stages) / max(1, world.size / 2)))
+        count = max(1, load.num_runs(_TOGETHER_S / len(rehearsal.stages) / max(1, world.size / 2)))
         world.wait_for_all()
         together.append(exchange.together(run, rehearsal.clock, count, held))
-        alone[index] = undisturbed(alone[index], together[-1].times)
-        expected_s += count * sum(alone[index])
+        beside = Times.medians(together[-1].times)
+        times[index] = beside if alone is None else undisturbed(alone, beside)
+        alone_s, beside_s = alone_s + sum(times[index]), beside_s + sum(beside)
         collective_s[index] = _time_collectives(rehearsal, clock, index, load)
-    slowdown = sum(sum(times) for one in together for times in one.times) / expected_s
+    slowdown = beside_s / alone_s if is_timed_alone else None
     posts = median(one.receive_s for one in together), median(one.send_s for one in together)
     cores = own_cores() if rehearsal.is_one_thread else None
-    beside = sum(one.beside_s for one in together) / sum(one.wall_s for one in together)
+    others = sum(one.beside_s for one in together) / sum(one.wall_s for one in together)
     world.wait_for_all()  # all want a core at the same time
     turns_s = turns_of(time.perf_counter, _TURNS_S) if cores and len(cores) < world.size else []
-    part = _Part(rehearsal.hosts[world.rank], alone, slowdown, cores, beside, transfers, posts, collective_s, turns_s)
+    part = _Part(rehearsal.hosts[world.rank], times, slowdown, cores, others, transfers, posts, collective_s, turns_s)
     parts: list[_Part] | None = world.gather(part)
-    return None if parts is None else _joined_replicas(parts, layout, world.device.type == "cuda")
+    return None if parts is None else _joined_replicas(_all_alone(parts), layout, world.device.type == "cuda")
 
 
-def undisturbed(alone: Times, beside: Sequence[Times]) -> Times:
+def undisturbed(alone: Times, beside: Times) -> Times:
     """Times of a stage alone: where it was faster beside the others, something else disturbed it while it was alone."""
-    return Times(*map(min, alone, Times.medians(beside)))
+    return Times(*map(min, alone, beside))
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,9 @@ class _Part:
 
     Attributes:
         host: its name.
-        alone: times by stage, computing alone.
-        slowdown: factor by which the seconds of stages are larger while all ranks compute, wall time or CPU time.
+        times: by stage, computing alone; while all ranks compute if the rank was not timed alone.
+        slowdown: factor by which the seconds of stages are larger while all ranks compute, wall time or CPU time;
+            ``None`` if the rank was not timed alone.
         cores: that the process may use, if its seconds are CPU time; else ``None``.
         beside: number of cores that the process uses meanwhile for neither stages nor posts.
         transfers: as ``_time_one_way`` returns them.
@@ -163,14 +165,32 @@ class _Part:
     """
 
     host: str
-    alone: dict[int, Times]
-    slowdown: float
+    times: dict[int, Times]
+    slowdown: float | None
     cores: frozenset[int] | None
     beside: float
     transfers: list[float]
     posts: tuple[float, float]
     collective_s: dict[int, tuple[float, float]]
     turns_s: list[float]
+
+
+def _all_alone(parts: Sequence[_Part]) -> list[_Part]:
+    """The measurements with a slowdown of every rank: the mean of those of its host, or of all if it has none."""
+    by_host: dict[str, list[float]] = {}
+    for part in parts:
+        if part.slowdown is not None:
+            by_host.setdefault(part.host, []).append(part.slowdown)
+    every = [slowdown for here in by_host.values() for slowdown in here]
+
+    def alone(part: _Part) -> _Part:
+        if part.slowdown is not None:
+            return part
+        slowdown = mean(by_host.get(part.host, every))
+        times = {stage: Times(*(seconds / slowdown for seconds in one)) for stage, one in part.times.items()}
+        return replace(part, times=times, slowdown=slowdown)
+
+    return [alone(part) for part in parts]
 
 
 def _joined_replicas(parts: Sequence[_Part], layout: Layout, has_own_device: bool) -> Profile:
@@ -189,7 +209,7 @@ def _joined(
 ) -> Profile:
     """The profile of a pipeline; ``transfer_s`` of another one's messages, ``None`` if it timed its own."""
     own = [parts[rank] for rank in pipeline]
-    by_stage = {index: (times, part.collective_s[index]) for part in own for index, times in part.alone.items()}
+    by_stage = {index: (times, part.collective_s[index]) for part in own for index, times in part.times.items()}
     times, collective_s = zip(*(by_stage[index] for index in sorted(by_stage)), strict=True)
     unshard_s, reduce_s = zip(*collective_s, strict=True)
     hosts = [part.host for part in own]
@@ -245,24 +265,25 @@ def message_s(arrived_s: Sequence[float], begun_s: Sequence[float], send_s: floa
 
 
 def _time_alone(run: StageRun, clock: Now, held: int) -> Times:
-    """Median times of at least ``_REPEATS`` micro-batches, with ``held`` of them in flight."""
+    """Shortest times of at least ``_REPEATS`` micro-batches, with ``held`` of them in flight."""
     times: list[Times] = []
     while len(times) < _REPEATS:
         times += run(clock, held)
-    return Times.medians(times)
+    return Times(*map(min, zip(*times, strict=True)))
 
 
 @dataclass(frozen=True)
 class _Load:
-    """Background compute on all ranks: a run of a micro-batch, and its seconds alone."""
+    """Background compute on all ranks: a run of a micro-batch, and its seconds alone, if timed."""
 
     world: World
     run: Callable[[], object]
-    run_s: float
+    run_s: float | None
 
     def num_runs(self, seconds: float) -> int:
-        """Number of runs that take so many seconds, averaged over the ranks. Collective."""
-        total_s, run_s = self.world.sum([seconds, self.run_s])
+        """Number of runs that take so many seconds, averaged over the timed ranks. Collective."""
+        own = (0.0, 0.0) if self.run_s is None else (seconds, self.run_s)
+        total_s, run_s = self.world.sum([*own])
         return round(total_s / run_s)
 
 
@@ -270,6 +291,18 @@ def _is_with_first(layout: Layout, rank: int) -> bool:
     """Whether a rank is of the first replica, or of one that computes in lockstep with it."""
     (own,) = [group for group in layout.lockstep_groups() if rank in group]
     return any(layout.replica_of(layout.coordinates(one)) == 0 for one in own)
+
+
+def _time_messages(rehearsal: Rehearsal, exchange: Exchange, run: StageRun, alone: Times | None) -> list[float]:
+    """Time messages between the first two ranks beside forwards of the others; empty in a pipeline of one rank."""
+    if not exchange.peers:
+        return []
+    world, layout = rehearsal.world, rehearsal.layout
+    shares_clock = world.device.type == "cpu" and len(set(rehearsal.hosts)) == 1  # a host has one
+    time_transfers = _time_one_way if shares_clock else _time_there_and_back
+    forward = partial(replace(run, trains=False).forward, Portion(0))
+    load = _Load(world, forward, None if alone is None else alone.forward_s)
+    return time_transfers(exchange, load, takes_part=exchange.place <= 1 and _is_with_first(layout, world.rank))
 
 
 def _time_one_way(exchange: Exchange, load: _Load, *, takes_part: bool) -> list[float]:
@@ -282,7 +315,7 @@ def _time_one_way(exchange: Exchange, load: _Load, *, takes_part: bool) -> list[
         host's clock; on other ranks an empty list. The end of the posting would not do: the system may let the receiver
         run before the sender's call returns.
     """
-    count = max(_LEAST_ONE_WAY, load.num_runs(_CROWD_S / 2))  # the same on all ranks
+    count = max(_LEAST_ONE_WAY, load.num_runs(_MESSAGES_S))  # the same on all ranks
     marks: list[float] = []
     under_way: list[UnderWay] = []
     for _ in range(count):
@@ -307,7 +340,7 @@ def _time_there_and_back(exchange: Exchange, load: _Load, *, takes_part: bool) -
     Returns:
         Seconds of each message on the first rank, zeros on the second one, an empty list elsewhere.
     """
-    num_runs = max(1, load.num_runs(_CROWD_S / 2))  # the same on all ranks, since tensor-parallel ranks run together
+    num_runs = max(1, load.num_runs(_MESSAGES_S))  # the same on all ranks, since tensor-parallel ranks run together
     if not takes_part:
         for _ in range(num_runs):
             load.run()

@@ -46,7 +46,7 @@ class Wanted:
 
     @classmethod
     def of(cls, question: Question, model: str | ModelShape) -> "Wanted":
-        """What a question wants of the program, with the model as it was named."""
+        """What a question requires of the program, with the model as it was named."""
         return cls(
             model, question.seq, question.precision, question.products, question.attention, boundary=question.boundary
         )

@@ -74,7 +74,7 @@ function button(text, act, attributes = {}) {
   return node;
 }
 
-// {isJson, json(), text(), blob(), headers}; without a server, words that say so.
+// {isJson, json(), text(), blob(), headers}; without a server, words that state it.
 async function post(name, state) {
   try {
     const reply = await fetch(name, {
@@ -565,7 +565,7 @@ function load() {
     const names = Object.keys(state).filter((name) => !isSame(state[name], name in taken ? taken[name] : choices.defaults[name]));
     return names.map((name) => `${name}=${state[name]}`);
   });
-  say(...(lost.length > 0 ? [`What has no effect here, or is unknown to this version, is left out of the link: ${lost.join(", ")}`] : []));
+  show(...(lost.length > 0 ? [`What has no effect here, or is unknown to this version, is left out of the link: ${lost.join(", ")}`] : []));
 }
 
 function setCompared(isWanted, copies = true) {
@@ -581,7 +581,7 @@ function setCompared(isWanted, copies = true) {
   remember();
 }
 
-function say(...nodes) {
+function show(...nodes) {
   const box = document.getElementById("shared");
   box.replaceChildren(...nodes);
   box.hidden = nodes.length === 0;
@@ -591,7 +591,7 @@ async function share() {
   // Without the token, which is whoever runs the server's alone.
   const link = location.origin + "/" + fragment();
   const field = element("input", { type: "text", readonly: "", value: link, "aria-label": "link" });
-  say("Whoever has pipeloom sees the same with ", element("code", {}, "pipeloom playground 'LINK'"), ":", field);
+  show("Whoever has pipeloom sees the same with ", element("code", {}, "pipeloom playground 'LINK'"), ":", field);
   field.select();
   await copyText(document.getElementById("share"), link);
 }

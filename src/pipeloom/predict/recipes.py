@@ -24,7 +24,7 @@ def _recipe_of(config: RunConfig) -> TrainingRecipe | None:
 
 
 def with_recipe(config: _Config) -> _Config:
-    """The configuration with what the recipe of its model says, for the settings that are unset.
+    """The configuration with the recipe of its model, for the settings that are unset.
 
     A run that sets ``optimizer.lr``, or an update rule other than AdamW, has a recipe of its own and stays as it is.
     """

@@ -1,4 +1,4 @@
-"""Ranks that compute for longer than their profile and the other ranks say: how they are found, and their file."""
+"""Ranks that compute for longer than their profile and the other ranks: how they are found, and their file."""
 
 import json
 from collections.abc import Sequence

@@ -92,7 +92,7 @@ def refuse_large(sizes: Sequence[int], budget: int, *, trains: bool = True) -> N
         trains: whether stages have more than weights.
 
     Raises:
-        UserError: names all of them, and says what to change.
+        UserError: names all of them, and what to change.
     """
     nothing = [str(stage) for stage, size in enumerate(sizes) if size == 0]
     if nothing:

@@ -1,7 +1,7 @@
 """Schedules as text: what they promise, a line ``name = values`` each, then a row a line.
 
 Every action is named as PyTorch names it (``2F0``). Placement, counts and level are read off the actions. Lines
-``recipe.name = value`` say how a run's schedule was made.
+``recipe.name = value`` define how a run's schedule was made.
 """
 
 import math
@@ -227,7 +227,7 @@ def schedule_from_rows(rows: Sequence[Row], promises: Mapping[str, Any] | None =
 def _check_sizes(sizes: Sequence[int], num_forwards: int) -> None:
     """Refuse rows that lack most of the forwards that their largest numbers imply, before memory for all is allocated.
 
-    Every stage runs each micro-batch, slice by slice. Where few are missing, the rules say which and show the place.
+    Every stage runs each micro-batch, slice by slice. Where few are missing, the rules name them and show the place.
     """
     for what, size in zip(("stages", "micro-batches", "token slices"), sizes, strict=True):
         if size - num_forwards > _MOST_MISSING:

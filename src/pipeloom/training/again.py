@@ -55,13 +55,15 @@ class Restarts:
     Args:
         config: of the run.
         folder: of the run; this process has its lock.
-        say: prints a line.
+        print_line: prints a line.
         stack: on which folders in shared memory are removed at the end.
     """
 
-    def __init__(self, config: RunConfig, folder: RunFolder, say: Callable[[str], None], stack: ExitStack) -> None:
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, print_line: Callable[[str], None], stack: ExitStack
+    ) -> None:
         self.config = config
-        self._folder, self._say, self._stack = folder, say, stack
+        self._folder, self._print_line, self._stack = folder, print_line, stack
         self._failures: Counter[int] = Counter()
         self._done = 0
         self._last: tuple[int | None, str] | None = None
@@ -104,7 +106,7 @@ class Restarts:
         if not self._folder.is_starting:
             go_back(self._folder, done)
         line = f"started again from {where}{layout}, after: {str(error).splitlines()[0]}"
-        self._say(f"restart    {line}")
+        self._print_line(f"restart    {line}")
         self._folder.add_warning(f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S}  {line}")
 
     def _refuse_repetition(self, step: int | None, error: RunError) -> None:

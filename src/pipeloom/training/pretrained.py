@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -322,6 +321,9 @@ def read_description(text: str) -> Origin:
     Raises:
         UserError: the text is no such description.
     """
+    # Imported here: most starts read no description, and pydantic takes time to load.
+    from pydantic import TypeAdapter, ValidationError
+
     try:
         found = TypeAdapter(Origin).validate_json(text)
     except ValidationError:

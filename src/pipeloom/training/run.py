@@ -89,7 +89,7 @@ def train(config: RunConfig, *, quiet: bool = False) -> RunResult:
     config, problems = completed(config, with_adapted_check(training_problems))
     if problems:
         raise ConfigError(problems, "the run")
-    say = _say_nothing if quiet else _say
+    print_line = _print_nothing if quiet else _print_line
     check_processes(config)
     refuse_launched(config)
     # Before a folder is created: a run that cannot fit leaves nothing behind.
@@ -98,27 +98,27 @@ def train(config: RunConfig, *, quiet: bool = False) -> RunResult:
     if not is_first():
         # Other ranks of a launcher write no file, so their folder is never used.
         return run_on_all_ranks(config, partial(_train, folder=RunFolder(Path()), quiet=quiet, begun_s=begun_s))
-    _announce(config, say)
+    _announce(config, print_line)
     with take_run_folder(config) as lock:
         if not lock.is_kept:
-            say(f"not locked {lock.folder}: its file system has no locks; no other host may train into it")
-        return _run_in(lock.folder, config, say, begun_s, quiet=quiet)
+            print_line(f"not locked {lock.folder}: its file system has no locks; no other host may train into it")
+        return _run_in(lock.folder, config, print_line, begun_s, quiet=quiet)
 
 
-_Say = Callable[[str], None]
+_PrintLine = Callable[[str], None]
 _INDENT = 11
 """Characters before the texts of start messages."""
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     print_beside(hanging(text, _INDENT), sys.stdout)
 
 
-def _say_nothing(_text: str) -> None:
+def _print_nothing(_text: str) -> None:
     pass
 
 
-def _run_in(path: Path, config: RunConfig, say: _Say, begun_s: float, *, quiet: bool) -> RunResult:
+def _run_in(path: Path, config: RunConfig, print_line: _PrintLine, begun_s: float, *, quiet: bool) -> RunResult:
     """Run in a folder that this process has locked."""
     choice = None if config.checkpoint.resume is None else choose_checkpoint(config.checkpoint.resume)
     if choice is not None:
@@ -141,11 +141,11 @@ def _run_in(path: Path, config: RunConfig, say: _Say, begun_s: float, *, quiet: 
     goes_on += f"\n           {folder.lost}" if folder.lost else ""
     if folder.damaged:
         goes_on += f"\n           after the first step, {', '.join(folder.damaged)} will be called *.damaged"
-    say(f"text       {data.description}{_read_again(resolved, data)}{moved}\nrun        {path}{goes_on}")
+    print_line(f"text       {data.description}{_read_again(resolved, data)}{moved}\nrun        {path}{goes_on}")
     has_steps = choice is None or read_info(choice.path).step < resolved.training.known_steps
     slow = long_start(config)
     patience = "; the first step takes a few seconds" if slow is None else f"; {slow} may take minutes"
-    say(f"starting   {count(config.layout.num_ranks, 'process')}{patience if has_steps else ''}\n")
+    print_line(f"starting   {count(config.layout.num_ranks, 'process')}{patience if has_steps else ''}\n")
 
     def run(config: RunConfig, again: Again) -> RunResult:
         job = partial(_train, folder=folder, quiet=quiet, begun_s=begun_s, again=again)
@@ -157,7 +157,7 @@ def _run_in(path: Path, config: RunConfig, say: _Say, begun_s: float, *, quiet: 
 
     try:
         with ExitStack() as stack:
-            restarts = Restarts(config, folder, say, stack)
+            restarts = Restarts(config, folder, print_line, stack)
             result = restarts.run(run)
         config = restarts.config
         # The ranks, which handled signals, have exited; this process must not be killed while it writes.
@@ -318,11 +318,11 @@ def _train(
     begun_s: float,
     again: Again = NEVER,
 ) -> RunResult:
-    config = with_chosen_loops(config, world, data, _say_nothing if quiet else _say)
+    config = with_chosen_loops(config, world, data, _print_nothing if quiet else _print_line)
     return Trainer(config, world, data, folder, quiet=quiet, begun_s=begun_s, again=again).run()
 
 
-def _announce(config: RunConfig, say: _Say) -> None:
+def _announce(config: RunConfig, print_line: _PrintLine) -> None:
     layout, schedule, training = config.layout, config.schedule, config.training
     default = "" if training.dtype else f" (the default on {'GPUs' if training.device == 'cuda' else 'CPUs'})"
     stages = f"{count(layout.num_loops, 'stage')} each, {config.choice().placement_name}{_passes(config)}"
@@ -356,7 +356,7 @@ def _announce(config: RunConfig, say: _Say) -> None:
         what = "stages" if config.swaps_stages else "experts"
         lines[what] = f"stored in {home}; at most {format_bytes(schedule.budget_bytes)} of them on the device"
     for name, text in lines.items():
-        say(f"{name:<{_INDENT}}{text}")
+        print_line(f"{name:<{_INDENT}}{text}")
 
 
 _PERIODS = (

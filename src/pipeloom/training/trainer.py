@@ -192,7 +192,7 @@ class Trainer:
                 measured.loss = loss
                 measured.times_s.append(step_s)
                 measured.peak_stage_bytes = max(measured.peak_stage_bytes, result.held.swapped_bytes)
-                if self._traced.wants(step):
+                if self._traced.is_candidate(step):
                     own = result.trace, result.held.live_bytes, self._pipeline.exchange_s - exchanged_s
                     self._traced.keep(step, step_s, own, measured)
                 self._saving.after_step(step)
@@ -286,7 +286,7 @@ class Trainer:
             profile = self._pipeline.profile(self._pipeline.batch(windows))
             within_s, behind_s = self._updates.seconds(self._world)
             average_s = 0.0 if self._averaging is None else self._averaging.seconds()
-        self._use(self._division.measured(self._config, profile, self._say))
+        self._use(self._division.measured(self._config, profile, self._print_line))
         if profile is None:  # on all ranks but 0
             return
         self._profile = profile.with_costs(update_s=within_s)
@@ -427,7 +427,7 @@ class Trainer:
             go_back(self._folder, done.step)
         self._warn(f"{problem}; back to step {done.step}, without the batches since")
 
-    def _say(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         if not self._quiet:
             print_beside(text, sys.stdout)
 

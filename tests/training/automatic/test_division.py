@@ -286,7 +286,7 @@ def test_a_resumed_run_measures_again_and_goes_on_with_the_same_batches(tmp_path
     config = replace(config, output=replace(config.output, trace_step=2))
     with monkeypatch.context() as patch:
         # Another division behind step 2, whatever was measured; the ranks are forks of this process.
-        patch.setattr(Division, "again", lambda _, run, step, say: run.divided((7, 1)) if step == 2 else run)
+        patch.setattr(Division, "again", lambda _, run, step, print_line: run.divided((7, 1)) if step == 2 else run)
         train(config)
     assert "\nreplicas   " in capfd.readouterr().out
     assert read_run_file(tmp_path / "run" / "config.toml")[0].layout.microbatches == (7, 1)

@@ -113,7 +113,7 @@ def chains(tmp_path_factory, request):
 
 
 def description(run):
-    """What a run's checkpoint says of its tensors, by key."""
+    """What a run's checkpoint contains about its tensors, by key."""
     return FileSystemReader(middle(run)).read_metadata().state_dict_metadata
 
 

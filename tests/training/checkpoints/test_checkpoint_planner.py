@@ -139,11 +139,11 @@ def test_everything_that_differs_is_named_at_once(tmp_path):
 
 
 def test_thousands_of_names_are_counted():
-    (said,) = differences({}, {f"model.{n:04}": (2,) for n in range(2000)})
-    assert said.startswith("nothing here has the name of model.0000, model.0001, ")
-    assert said.endswith("model.0004 and 1995 more")
+    (printed,) = differences({}, {f"model.{n:04}": (2,) for n in range(2000)})
+    assert printed.startswith("nothing here has the name of model.0000, model.0001, ")
+    assert printed.endswith("model.0004 and 1995 more")
 
 
 def test_what_is_no_tensor_is_of_another_shape():
-    said = differences({"model.a": (2,)}, shapes_in(Metadata({"model.a": BytesStorageMetadata()})))
-    assert said == ["it has another shape for model.a no tensor instead of [2]"]
+    printed = differences({"model.a": (2,)}, shapes_in(Metadata({"model.a": BytesStorageMetadata()})))
+    assert printed == ["it has another shape for model.a no tensor instead of [2]"]

@@ -73,9 +73,9 @@ def problems(capsys, *words):
     """The message of a merge that is refused."""
     capsys.readouterr()
     assert main(merging(*words)) == 2
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    return said
+    printed = capsys.readouterr().err
+    assert "Traceback" not in printed
+    return printed
 
 
 def test_differences_of_runs_and_folders_are_added_to_a_folder_in_the_widest_type(made, tmp_path):
@@ -165,7 +165,7 @@ def test_everything_that_is_wrong_is_one_message(made, tmp_path, capsys):
     random = run_from(None, tmp_path / "random", text, "--model.file", str(base), "--data.tokenizer", str(base))
     pairs = run_from(base, tmp_path / "pairs", text, "--adapter.rank", "2")
     models = (lacks, bare, tokens, tied, random, pairs, tmp_path / "none", small)
-    said = problems(capsys, base, out, *models, "--weights", "1")
+    printed = problems(capsys, base, out, *models, "--weights", "1")
     for sentence in (
         "--weights takes a number for each of 8 models, found 1",
         f"{lacks} does not have the weights of its config.json:\n  - it lacks model.norm.weight",
@@ -176,8 +176,8 @@ def test_everything_that_is_wrong_is_one_message(made, tmp_path, capsys):
         f"{pairs}: it has adapters; give the folder that `pipeloom export {pairs} FOLDER --format hf --merge` writes",
         f"found nothing at {tmp_path / 'none'}, and no config.json of a Hugging Face model",
     ):
-        assert sentence in said
-    assert f"{small}: " not in said
+        assert sentence in printed
+    assert f"{small}: " not in printed
     assert not out.exists()
     assert main(["export", str(pairs), str(tmp_path / "joined"), "--format", "hf", "--merge"]) == 0
     assert main(merging(base, out, small, tmp_path / "joined")) == 0
@@ -189,9 +189,9 @@ def test_weights_that_are_no_numbers_are_refused_before_anything_is_written(made
     tensors = load_file(wrong / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3].fill_(torch.nan)
     save_file(tensors, wrong / "model.safetensors", metadata={"format": "pt"})
-    said = problems(capsys, base, tmp_path / "out", small, wrong)
-    assert "model.layers.1.mlp.up_proj.weight of " in said
-    assert "has values that are NaN or infinite" in said
+    printed = problems(capsys, base, tmp_path / "out", small, wrong)
+    assert "model.layers.1.mlp.up_proj.weight of " in printed
+    assert "has values that are NaN or infinite" in printed
     assert not (tmp_path / "out").exists()
 
 
@@ -202,8 +202,8 @@ def test_a_base_is_recognized_by_its_weights(made, tmp_path, capsys):
     assert f"{small}: it was trained from {base}, not from {tuned}" in problems(capsys, tuned, tmp_path / "not", small)
     own_files = ["--model.file", str(base), "--data.tokenizer", str(base)]
     later = run_from(small, tmp_path / "later", small.parent / "text.txt", *own_files)
-    said = problems(capsys, base, tmp_path / "not", later)
-    assert f"{later}: it was trained from {find_checkpoint(small)}, not from {base}" in said
+    printed = problems(capsys, base, tmp_path / "not", later)
+    assert f"{later}: it was trained from {find_checkpoint(small)}, not from {base}" in printed
     assert main(merging(small, tmp_path / "of run", later, tuned)) == 0
     # The base's run began from a folder, as which its merges are exported.
     assert {one.dtype for one in exported(tmp_path / "of run", tmp_path / "narrow").values()} == {torch.bfloat16}
@@ -228,7 +228,7 @@ def test_routers_begin_from_a_folder_with_the_settings_of_the_first_run(made, tm
     first, second, own = map(tensors_of, (out, again, small))
     assert first.keys() == own.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-    said = problems(capsys, base, tmp_path / "not", small, tuned, *PWE)
-    assert f"routers are trained on the text of each model's run, {tuned} has none; use --method arithmetic" in said
-    said = problems(capsys, base, tmp_path / "not", large, small, *PWE, "--routers", str(out))
-    assert "were trained for other runs" in said
+    printed = problems(capsys, base, tmp_path / "not", small, tuned, *PWE)
+    assert f"routers are trained on the text of each model's run, {tuned} has none; use --method arithmetic" in printed
+    printed = problems(capsys, base, tmp_path / "not", large, small, *PWE, "--routers", str(out))
+    assert "were trained for other runs" in printed

@@ -48,8 +48,8 @@ def folder(tmp_path_factory):
 def first_token(folder, capfd, status=0):
     words = ["--prompt", "the", "--max-tokens", "3", "--temperature", "0", "--json"]
     assert main(["generate", str(folder), *words]) == status
-    said = capfd.readouterr()
-    return said.err if status else json.loads(said.out)
+    printed = capfd.readouterr()
+    return printed.err if status else json.loads(printed.out)
 
 
 def listed(folder, tokens):

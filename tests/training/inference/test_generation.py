@@ -116,11 +116,11 @@ def resolved(run, loops):
 def test_a_budget_below_a_stage_is_refused(trained, capfd):
     words = ["--prompt", "a", "--max-tokens", "3", "--layout.loops", "6", "--schedule.device-budget", "10kB"]
     assert main(["generate", str(trained["llama"]), *words]) == 2
-    said = capfd.readouterr()
-    assert said.err.count("the device budget is 10 KB, but stage 0 takes") == 1
-    assert "optimizer state" not in said.err
-    assert "Traceback" not in said.err
-    assert said.out == ""
+    printed = capfd.readouterr()
+    assert printed.err.count("the device budget is 10 KB, but stage 0 takes") == 1
+    assert "optimizer state" not in printed.err
+    assert "Traceback" not in printed.err
+    assert printed.out == ""
 
 
 def test_tokens_are_those_that_transformers_generates(trained, tmp_path):

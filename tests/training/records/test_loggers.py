@@ -142,9 +142,9 @@ def test_a_logger_that_fails_is_a_warning_and_is_called_no_more(tmp_path, monkey
     with MetricLog(config_of("wandb"), tmp_path) as log:
         log.add(LINE)
         log.add(LINE)
-    said = capsys.readouterr().err
-    assert said.count("pipeloom train: warning: output.log wandb stopped: no route to host") == 1
-    assert "\x1b" not in said
+    printed = capsys.readouterr().err
+    assert printed.count("pipeloom train: warning: output.log wandb stopped: no route to host") == 1
+    assert "\x1b" not in printed
     assert calls == {"init": [], "log": [], "finish": ["log", "log"]}[fails]
 
 

@@ -92,7 +92,7 @@ def evictions(schedule: Schedule) -> dict[int, Evictions]:
         if num_evictions:
             if schedule.partners is None or schedule.partners[rank] == rank:
                 raise UserError(
-                    f"rank {rank} evicts, but the schedule does not say to whom: partners has to name another"
+                    f"rank {rank} evicts, but the schedule has no rank to evict to: partners has to name another"
                 )
             found[rank] = Evictions(schedule.partners[rank], num_evictions, num_loads)
     return found
@@ -159,8 +159,8 @@ def _exercise(wire: Wire, plan: Evictions, *, is_evictor: bool) -> None:
     wire.receive(byte)()
     if not torch.equal(found, expected):
         plans = (Evictions(*numbers.tolist()) for numbers in (found, expected))
-        said, own = (f"{one.num_evictions} evictions and {one.num_loads} loads" for one in plans)
-        raise BoundaryError(f"a rank announces {said} a step, but its partner expects {own}")
+        announced, own = (f"{one.num_evictions} evictions and {one.num_loads} loads" for one in plans)
+        raise BoundaryError(f"a rank announces {announced} a step, but its partner expects {own}")
 
 
 def _posted(post: Callable[[], dist.Work | None]) -> dist.Work:

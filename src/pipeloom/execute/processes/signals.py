@@ -35,7 +35,7 @@ class StopSignals:
     Args:
         grace_s: seconds for an orderly end; 0: the signals keep their default action.
         setting: name of the option that sets the grace period, for messages.
-        say: called in the thread with each message for the user.
+        print_line: called in the thread with each message for the user.
         last_words: called in the thread before it ends the process.
 
     Attributes:
@@ -46,13 +46,13 @@ class StopSignals:
         self,
         grace_s: float,
         setting: str,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         last_words: Callable[[signal.Signals], None],
     ) -> None:
         self.waits = False
         self._grace_s = grace_s
         self._grace = f"{grace_s:g} s ({setting})"
-        self._say = say
+        self._print_line = print_line
         self._last_words = last_words
         self._first: signal.Signals | None = None
         self._first_s = 0.0
@@ -135,14 +135,16 @@ class StopSignals:
             self._end()
         if self._expected_end_s - now_s > self._grace_s:
             self._end(f"the run cannot end in order within {self._grace}, since {self._work}; it ends at once")
-        self._say(f"the run ends after this step, with a checkpoint, within {self._grace}; Ctrl-C ends it at once")
+        self._print_line(
+            f"the run ends after this step, with a checkpoint, within {self._grace}; Ctrl-C ends it at once"
+        )
 
     def _end(self, why: str = "") -> NoReturn:
         """End the process: an exception in a thread would not reach a main thread that is inside a library."""
         assert self._first is not None
         with suppress(Exception):  # whatever fails here, the process ends
             if why:
-                self._say(why)
+                self._print_line(why)
             self._last_words(self._first)
         # Not sys.exit, which raises in this thread alone.
         os._exit(Interrupted(self._first).status)

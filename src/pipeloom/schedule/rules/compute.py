@@ -6,7 +6,7 @@ from pipeloom.schedule.action import Action
 from pipeloom.schedule.facts import Facts
 from pipeloom.schedule.kinds import COMPUTE_KINDS, KINDS, NUM_KEYED, STAGE_KINDS, Kind
 from pipeloom.schedule.row import NO_MICROBATCH
-from pipeloom.schedule.rules.fault import Fault, Nodes, Say, fault_at, first_of
+from pipeloom.schedule.rules.fault import Fault, Nodes, TextOf, fault_at, first_of
 from pipeloom.terminal.words import count
 
 
@@ -62,7 +62,7 @@ def in_range(facts: Facts) -> Fault | None:
     is_far[whole] = (facts.columns.microbatch[whole] != NO_MICROBATCH) | (part[whole] > 0)
     wrong = np.flatnonzero(is_far | (stage >= stages) | (part >= slices))
 
-    def say(action: Action, _: int) -> str:
+    def text_of(action: Action, _: int) -> str:
         if not 0 <= action.stage < stages:
             return f"{action} names stage {action.stage}, but stages are 0..{stages - 1}"
         if (action.microbatch is None) != (action.kind in STAGE_KINDS):
@@ -71,21 +71,21 @@ def in_range(facts: Facts) -> Fault | None:
             return f"{action} names micro-batch {action.microbatch}, but they are 0..{microbatches - 1}"
         return f"{action} names token slice {action.slice}, but they are 0..{slices - 1}"
 
-    return fault_at(facts, (wrong, say))
+    return fault_at(facts, (wrong, text_of))
 
 
 def on_its_rank(facts: Facts) -> Fault | None:
     """A rank acts on the stages that it holds."""
     wrong = np.flatnonzero(facts.owner[facts.columns.stage] != facts.ranks)
 
-    def say(action: Action, _: int) -> str:
+    def text_of(action: Action, _: int) -> str:
         return f"{action} belongs to rank {facts.owner[action.stage]}, which holds stage {action.stage}"
 
-    return fault_at(facts, (wrong, say))
+    return fault_at(facts, (wrong, text_of))
 
 
 def unique(facts: Facts) -> Fault | None:
-    """Nothing is done twice. What concerns a whole stage may repeat; rules of its own say when."""
+    """Nothing is done twice. What concerns a whole stage may repeat; rules of its own define when."""
     keyed = facts.where(*frozenset(KINDS) - STAGE_KINDS)
     if np.count_nonzero(facts.node_of >= 0) == len(keyed):  # every action has a key of its own
         return None
@@ -145,7 +145,7 @@ def _slot_near(facts: Facts, rank: int, about: Action) -> int | None:
 
 def forward_before_backward(facts: Facts) -> Fault | None:
     """On its rank, a micro-batch's forward precedes its backward, and I before W; what recomputes, in between."""
-    ways = list[tuple[Nodes, Say]]()
+    ways = list[tuple[Nodes, TextOf]]()
     for kind, before in _ORDER.items():
         node, first = facts.node_of[kind.code], facts.node_of[before.code]
         is_early = (node >= 0) & (first > node)

@@ -10,7 +10,7 @@ from pipeloom.schedule.action import Action
 from pipeloom.schedule.facts import Facts
 
 Nodes = NDArray[np.signedinteger[Any]]
-Say = Callable[[Action, int], str]
+TextOf = Callable[[Action, int], str]
 """What is wrong with an action, which is at a node."""
 
 
@@ -39,7 +39,7 @@ def first_of(messages: list[str]) -> Fault | None:
     return Fault(messages[0], count=len(messages)) if messages else None
 
 
-def fault_at(facts: Facts, *ways: tuple[Nodes, Say]) -> Fault | None:
+def fault_at(facts: Facts, *ways: tuple[Nodes, TextOf]) -> Fault | None:
     """The fault at the first place where a rule is broken.
 
     Args:
@@ -47,11 +47,11 @@ def fault_at(facts: Facts, *ways: tuple[Nodes, Say]) -> Fault | None:
         ways: in which it may be broken: the nodes where it is, in any order, and what is wrong there. Where one node
             breaks it in several ways, the first of them is reported.
     """
-    found = [(int(nodes.min()), say) for nodes, say in ways if len(nodes)]
+    found = [(int(nodes.min()), text_of) for nodes, text_of in ways if len(nodes)]
     if not found:
         return None
-    node, say = min(found, key=lambda way: way[0])
-    return Fault(say(facts.action(node), node), *facts.place(node), sum(len(nodes) for nodes, _ in ways))
+    node, text_of = min(found, key=lambda way: way[0])
+    return Fault(text_of(facts.action(node), node), *facts.place(node), sum(len(nodes) for nodes, _ in ways))
 
 
 def with_missing(facts: Facts, fault: Fault | None, missing: Sequence[Action]) -> Fault | None:

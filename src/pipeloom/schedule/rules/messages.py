@@ -17,12 +17,12 @@ from pipeloom.schedule.kinds import (
 )
 from pipeloom.schedule.lanes import Lane, tied_action
 from pipeloom.schedule.row import Bools
-from pipeloom.schedule.rules.fault import Fault, Nodes, Say, fault_at, with_missing
+from pipeloom.schedule.rules.fault import Fault, Nodes, TextOf, fault_at, with_missing
 
 
 def messages_complete(facts: Facts) -> Fault | None:
     """Each tensor that changes rank has one send and one receive; no other tensor has any."""
-    superfluous, missing = list[tuple[Nodes, Say]](), list[Action]()
+    superfluous, missing = list[tuple[Nodes, TextOf]](), list[Action]()
     for kind, wanted in _wanted_messages(facts).items():
         node, is_wanted = facts.node_of[kind.code], wanted[:, None, None]
         found = node[(node >= 0) & ~is_wanted]
@@ -44,7 +44,7 @@ def _wanted_messages(facts: Facts) -> dict[Kind, Bools]:
 
 def send_after_compute(facts: Facts) -> Fault | None:
     """A send follows the compute action whose result it sends."""
-    ways = list[tuple[Nodes, Say]]()
+    ways = list[tuple[Nodes, TextOf]]()
     for kind, made in ((Kind.SEND_F, facts.node_of[Kind.FORWARD.code]), (Kind.SEND_B, facts.input_gradients)):
         sent = facts.node_of[kind.code]
         early = sent[(sent >= 0) & (made > sent)]
@@ -54,7 +54,7 @@ def send_after_compute(facts: Facts) -> Fault | None:
 
 def receive_before_compute(facts: Facts) -> Fault | None:
     """A receive precedes the compute action that uses it."""
-    ways = list[tuple[Nodes, Say]]()
+    ways = list[tuple[Nodes, TextOf]]()
     for kind, user in ((Kind.RECV_F, facts.node_of[Kind.FORWARD.code]), (Kind.RECV_B, facts.input_gradients)):
         taken = facts.node_of[kind.code]
         late = taken[(taken >= 0) & (user < taken)]
@@ -86,13 +86,13 @@ def sends_match_receives(facts: Facts) -> Fault | None:
         sent, taken = (np.array(facts.tied_nodes[one]) for one in (kind, kind.partner))
         wrong.append(taken[numbers[sent] != numbers[taken]])
 
-    def say(action: Action, node: int) -> str:
+    def text_of(action: Action, node: int) -> str:
         rank, lane = facts.lanes[facts.lane[node]]
         sends = facts.lanes.index((lane.peer, Lane("send", rank)))
         sent = int(np.flatnonzero(facts.lane == sends)[numbers[node]])
         return f"{action} takes what rank {lane.peer} sends as {facts.action(sent)} at that point"
 
-    return fault_at(facts, (np.concatenate(wrong), say))
+    return fault_at(facts, (np.concatenate(wrong), text_of))
 
 
 def swaps_in_turn(facts: Facts) -> Fault | None:
@@ -103,32 +103,32 @@ def swaps_in_turn(facts: Facts) -> Fault | None:
     user = np.where(again >= 0, again, facts.input_gradients)
     is_frozen = (np.arange(facts.shape[0]) < facts.first_backward_stage)[:, None, None]
     is_offloaded = facts.node_of[Kind.OFFLOAD.code] >= 0
-    ways = list[tuple[Nodes, Say]]()
+    ways = list[tuple[Nodes, TextOf]]()
     for kind, load in LOAD_OF.items():
         out, back = facts.node_of[kind.code], facts.node_of[load.code]
         has_both = (out >= 0) & (back >= 0)
         for node in (out, back):
-            ways.append((node[(node >= 0) & ~has_both], _say_alone))
+            ways.append((node[(node >= 0) & ~has_both], _alone_text))
             ways.append((node[has_both & is_frozen], lambda action, _: f"{action} keeps what no backward needs"))
         # Counted once, at the eviction.
         has_rival = has_both & ~is_frozen & is_offloaded & (kind is Kind.EVICT)
         is_outside = has_both & ~is_frozen & ~has_rival & ~((made < out) & (out < back))
         is_late = has_both & ~is_frozen & (user < back)
-        ways += [(out[has_rival], _say_rival), (out[is_outside], _say_outside)]
+        ways += [(out[has_rival], _rival_text), (out[is_outside], _outside_text)]
         ways.append((back[is_late], lambda a, _: f"{a} follows {_user_of(facts, a)}, which needs it"))
     return fault_at(facts, *ways)
 
 
-def _say_alone(action: Action, _: int) -> str:
+def _alone_text(action: Action, _: int) -> str:
     return f"{action} has no partner: {action._replace(kind=action.kind.partner)} is missing"
 
 
-def _say_rival(action: Action, _: int) -> str:
+def _rival_text(action: Action, _: int) -> str:
     rival = action._replace(kind=Kind.OFFLOAD)
     return f"{action} and {rival} are both there: it goes to the partner or to the host"
 
 
-def _say_outside(action: Action, _: int) -> str:
+def _outside_text(action: Action, _: int) -> str:
     made, back = (action._replace(kind=kind) for kind in (Kind.FORWARD, action.kind.partner))
     return f"{action} is not between {made} and {back}"
 

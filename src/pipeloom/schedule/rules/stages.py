@@ -21,7 +21,7 @@ from pipeloom.schedule.kinds import (
     Kind,
 )
 from pipeloom.schedule.row import Bools, Ints, is_one_of
-from pipeloom.schedule.rules.fault import Fault, Nodes, Say, fault_at, with_missing
+from pipeloom.schedule.rules.fault import Fault, Nodes, TextOf, fault_at, with_missing
 from pipeloom.schedule.stage_swaps import swap_uses
 
 
@@ -87,8 +87,8 @@ def on_device_when_used(facts: Facts) -> Fault | None:
     )
     if fault is not None:
         return fault._replace(count=fault.count + len(left))
-    say: Say = lambda a, _: f"{a} is the last word on stage {a.stage}: {a.stage}SWAP_OUT is missing"  # noqa: E731
-    return fault_at(facts, (np.array(left), say))
+    text_of: TextOf = lambda a, _: f"{a} is the last word on stage {a.stage}: {a.stage}SWAP_OUT is missing"  # noqa: E731
+    return fault_at(facts, (np.array(left), text_of))
 
 
 def _of_stages_with(facts: Facts, kind: Kind, nodes: Nodes) -> Nodes:

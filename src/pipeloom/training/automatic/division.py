@@ -69,13 +69,13 @@ class Division:
         self._steps: deque[Sequence[float]] = deque(maxlen=_STEPS)
         self._schedule = _schedules(config)
 
-    def measured(self, config: RunConfig, profile: Profile | None, say: Callable[[str], None]) -> RunConfig:
+    def measured(self, config: RunConfig, profile: Profile | None, print_line: Callable[[str], None]) -> RunConfig:
         """The run with numbers in place of ``auto``. Collective.
 
         Args:
             config: of the run.
             profile: of all replicas, on rank 0.
-            say: called with a line about the choice, on rank 0.
+            print_line: called with a line about the choice, on rank 0.
         """
         if not config.layout.divides_batch:
             return config
@@ -90,7 +90,7 @@ class Division:
         # Also where all have as many: the run's folder then has numbers.
         found = config.divided(found.layout.microbatches_by_replica)
         if profiles:
-            say(f"replicas   {found.layout.microbatch_words}; {_compared(config, found, finish_s)}")
+            print_line(f"replicas   {found.layout.microbatch_words}; {_compared(config, found, finish_s)}")
         return found
 
     def note(self, seconds: Sequence[float]) -> None:
@@ -98,13 +98,13 @@ class Division:
         if self._every is not None:
             self._steps.append(seconds)
 
-    def again(self, config: RunConfig, step: int, say: Callable[[str], None]) -> RunConfig:
+    def again(self, config: RunConfig, step: int, print_line: Callable[[str], None]) -> RunConfig:
         """The run with another division, if one is due after a step and saves time. Collective.
 
         Args:
             config: of the run.
             step: counted from 1.
-            say: called with a line about another division, on rank 0.
+            print_line: called with a line about another division, on rank 0.
         """
         if self._every is None or step % self._every or not self._steps:
             return config
@@ -117,7 +117,7 @@ class Division:
             return config
         if self._world.rank == 0:
             words = f"from here on {found.layout.microbatch_words}"
-            say(f"step {step}: replicas take {words}; {_compared(config, found, finish_s)}")
+            print_line(f"step {step}: replicas take {words}; {_compared(config, found, finish_s)}")
         return found
 
     def _chosen(self, config: RunConfig, finish_s: Finish) -> RunConfig:

@@ -20,7 +20,7 @@ ERROR = 0.05
 """Predictions that differ by less are equal. Chosen: the mean error of nine short runs on two cores was 5.5 %."""
 
 
-def with_chosen_loops(config: RunConfig, world: World, data: Data, say: Callable[[str], None]) -> RunConfig:
+def with_chosen_loops(config: RunConfig, world: World, data: Data, print_line: Callable[[str], None]) -> RunConfig:
     """Replace ``auto`` by a number of loops and a family, the same on every rank. Collective.
 
     The stages of each number, and those with split backwards, are built and profiled on their ranks, with messages
@@ -30,7 +30,7 @@ def with_chosen_loops(config: RunConfig, world: World, data: Data, say: Callable
         config: resolved except for ``layout.loops`` and what follows from it.
         world: all ranks.
         data: of the run.
-        say: called with a line about the choice, on rank 0.
+        print_line: called with a line about the choice, on rank 0.
 
     Returns:
         The configuration, resolved.
@@ -55,7 +55,7 @@ def with_chosen_loops(config: RunConfig, world: World, data: Data, say: Callable
         steps += [(run, simulate_profile(training_schedule(run), profile).end_s) for run in fitting]
     chosen = simplest(steps) if steps else None
     if chosen is not None:
-        say(described(steps, chosen))
+        print_line(described(steps, chosen))
     chosen = world.from_first(chosen)
     if chosen is None:
         raise HostError("not enough memory for any of the numbers that layout.loops auto compares; set a smaller model")

@@ -60,7 +60,7 @@ class Saving:
         self._folder = folder
         self._writer = writer
         self._writing: int | None = None  # step of the checkpoint that the thread writes
-        self.signals = StopSignals(config.checkpoint.grace_s, GRACE, self._say, self._last_words)
+        self.signals = StopSignals(config.checkpoint.grace_s, GRACE, self._print_line, self._last_words)
         self._votes: Sequence[float] = ()
         self._saved_s = time.monotonic()
         self._step_begin_s = 0.0
@@ -259,14 +259,14 @@ class Saving:
         text = f"step {step}: {problem}; the run continues without this checkpoint"
         self._folder.warn(text)
 
-    def _say(self, message: str) -> None:
+    def _print_line(self, message: str) -> None:
         if self._world.rank == 0:
             print_beside(f"pipeloom train: {message}")
 
     def _last_words(self, number: int) -> None:
         """Under a launcher, print what is saved; otherwise the parent process does."""
         if is_launched():
-            self._say(f"{Interrupted(number)}\n{safe_steps(self._config, self._folder)}")
+            self._print_line(f"{Interrupted(number)}\n{safe_steps(self._config, self._folder)}")
 
 
 def _least(minimum: float, seconds: float) -> float:

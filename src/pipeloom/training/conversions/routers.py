@@ -1,4 +1,6 @@
-"""Weighted sums of models, and routers of a preference, which say how much of each a block has (PWEMoE, 2406.09770)."""
+"""Weighted sums of models, and routers of a preference, which define how much of each a block has (PWEMoE,
+2406.09770).
+"""
 
 import json
 from collections.abc import Sequence

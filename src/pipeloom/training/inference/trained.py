@@ -54,7 +54,7 @@ def with_trained(config: RunConfig, path: Path) -> RunConfig:
 
 
 def reads_start(config: RunConfig) -> AbstractContextManager[None]:
-    """Context of work that reads the weights that a configuration starts from; what its errors say in addition."""
+    """Context of work that reads the weights that a configuration starts from; what its errors contain in addition."""
     start = config.checkpoint.start
     return nullcontext() if start is None else reading(start)
 

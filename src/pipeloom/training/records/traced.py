@@ -26,7 +26,7 @@ class TracedSteps:
         self._traces: dict[int, tuple[Trace, int, float]] = {}
         self._is_chosen = False
 
-    def wants(self, step: int) -> bool:
+    def is_candidate(self, step: int) -> bool:
         """Whether a step is a candidate; not again after going back."""
         return step in self._candidates and not self._is_chosen
 
