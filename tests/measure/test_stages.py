@@ -20,7 +20,7 @@ from pipeloom.families import make_schedule
 from pipeloom.measure import stages as stages_module
 from pipeloom.measure.rehearsal import Exchange, Times, teams_of
 from pipeloom.measure.slices import with_slices
-from pipeloom.measure.stages import Profile, message_s, most_held, num_served, undisturbed
+from pipeloom.measure.stages import Profile, message_s, most_held, num_served
 from pipeloom.passes import lower
 from pipeloom.passes.moves import Moves, add_moves
 from pipeloom.schedule import Action, Kind, parse_schedule
@@ -41,7 +41,7 @@ UNEVEN = (9, 7, 5, 3)
 def test_a_stage_that_is_faster_beside_others_was_disturbed_alone():
     """The median of the runs beside others counts, and each time for itself."""
     beside = [Times(1.0, 5.0, 0.0), Times(1.5, 4.5, 0.0), Times(9.0, 4.0, 0.0)]
-    assert undisturbed(Times(2.0, 3.0, 0.0), Times.medians(beside)) == Times(1.5, 3.0, 0.0)
+    assert Times.shortest([Times(2.0, 3.0, 0.0), Times.medians(beside)]) == Times(1.5, 3.0, 0.0)
 
 
 @pytest.mark.parametrize(("held", "expected"), [(1, 2), (2, 2), (4, 4)])
@@ -51,7 +51,7 @@ def test_a_stage_alone_runs_few_micro_batches_before_the_first_step(held, expect
     def run(clock, held):
         return [Times(next(seconds), 2.0, 0.0) for _ in range(held)]
 
-    assert stages_module._time_alone(run, None, held) == Times(1.0, 2.0, 0.0)  # the slow one does not count
+    assert stages_module._shortest_times(run, None, held) == Times(1.0, 2.0, 0.0)  # the slow one does not count
     assert len(list(seconds)) == 4 - expected
 
 
@@ -120,10 +120,10 @@ def test_slices_have_their_own_compute_and_their_share_of_everything_else():
 @pytest.mark.parametrize(
     ("family", "sizes", "expected"),
     [
-        ("breadth-first", {"pp": 2, "loops": 2}, [4, 4, 4, 4]),
-        ("1f1b", {"pp": 5}, [4, 4, 3, 2, 1]),
-        ("zb-h1", {"pp": 3}, [3, 2, 1]),
-        ("breadth-first", {"pp": 2, "loops": 1, "num_microbatches": 3}, [3, 3]),
+        ("breadth-first", {"pp": 2, "loops": 2}, [2, 2, 2, 2]),
+        ("1f1b", {"pp": 5}, [2, 2, 2, 2, 1]),
+        ("zb-h1", {"pp": 3}, [2, 2, 1]),
+        ("breadth-first", {"pp": 2, "loops": 1, "num_microbatches": 3}, [2, 2]),
         ("1f1b", {"pp": 3, "num_slices": 4}, [1, 1, 1]),
     ],
 )

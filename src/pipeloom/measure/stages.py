@@ -26,9 +26,9 @@ from pipeloom.workload.layout import Layout
 
 _REPEATS, _COLLECTIVES = 2, 5
 """Measurements of a stage, in CPU time where that is possible, and of a collective, which others disturb more."""
-_MOST_HELD = 4
-_TOGETHER_S, _MESSAGES_S = 0.2, 0.1
-"""Compute while all ranks compute, and beside messages."""
+_MOST_HELD = 2
+_TOGETHER_S, _MESSAGES_S = 0.12, 0.1
+"""Compute while all ranks compute, once of two times, and beside messages."""
 _MESSAGES = 24
 _LEAST_ONE_WAY = 6
 _TURNS_S = 0.1
@@ -86,16 +86,17 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
     The halves of split backwards are timed separately. Repeated for each stage of a rank:
 
     1. its weights are all-gathered;
-    2. one group of ranks in lockstep is timed alone on each host, with several micro-batches in flight if it has them
-       in a step; ranks of one thread in CPU time, which excludes other programs, here and in 4; ranks with their own
-       devices are all timed;
-    3. the second rank sends tensors to the first one, which waits for them, while it and all others compute forwards
+    2. all ranks compute and exchange messages at once, which shows how much they slow each other down, how long the
+       computing thread takes to post a message, and what share of the cores the processes use for other work; ranks of
+       one thread are timed in CPU time, which excludes other programs, here and in 3;
+    3. one group of ranks in lockstep is timed alone on each host; ranks with their own devices all are. The other ranks
+       are as much faster alone as those of their host that are timed;
+    4. the second rank sends tensors to the first one, which waits for them, while it and all others compute forwards
        (only for the first stage);
-    4. all ranks compute and exchange messages at once, which shows how much they slow each other down, how long the
-       computing thread takes to post a message, and what share of the cores the processes use for other work. The
-       ranks that were not timed alone are as much faster alone as those of their host that were;
-    5. the stage's collectives are timed while all ranks compute.
+    5. all ranks compute at once as in 2: the shorter times count, since other programs disturb for moments;
+    6. the stage's collectives are timed while all ranks compute.
 
+    In 2, 3 and 5 two micro-batches are in flight if the step has so many.
     Where ranks of one thread are more than their cores, the turns that the system gives them are timed at the end.
 
     Args:
@@ -116,35 +117,28 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
     alone_s = beside_s = 0.0
     for index, stage in rehearsal.visits():
         run, held = rehearsal.run_of(stage), most_held(rehearsal.schedule, index)
-        run(rehearsal.clock, held)  # allocates, and warms caches
-        world.wait_for_all()
-        alone = _time_alone(run, rehearsal.clock, held) if is_timed_alone else None
-        world.wait_for_all()
-        load = _Load(world, partial(run, rehearsal.clock), None if alone is None else sum(alone))
-        if not times:  # messages have the same shape at every stage boundary
-            transfers = _time_messages(rehearsal, exchange, run, alone)
+        warm = _shortest_times(run, rehearsal.clock, held)  # allocates, and warms caches
+        load = _Load(world, partial(run, rehearsal.clock), sum(warm))
         # Ranks that share cores slow each other down by a factor of up to their number; half of it is assumed.
         count = max(1, load.num_runs(_TOGETHER_S / len(rehearsal.stages) / max(1, world.size / 2)))
         world.wait_for_all()
-        together.append(exchange.together(run, rehearsal.clock, count, held))
-        beside = Times.medians(together[-1].times)
-        times[index] = beside if alone is None else undisturbed(alone, beside)
+        before = exchange.together(run, rehearsal.clock, count, held)
+        world.wait_for_all()
+        alone = _shortest_times(run, rehearsal.clock, held) if is_timed_alone else None
+        world.wait_for_all()
+        if not times:  # messages have the same shape at every stage boundary
+            transfers = _time_messages(rehearsal, exchange, run, warm.forward_s)
+        world.wait_for_all()
+        together += [before, exchange.together(run, rehearsal.clock, count, held)]
+        beside = min((Times.medians(one.times) for one in together[-2:]), key=sum)
+        # Where the stage was faster beside the others, something else disturbed it while it was alone.
+        times[index] = beside if alone is None else Times.shortest([alone, beside])
         alone_s, beside_s = alone_s + sum(times[index]), beside_s + sum(beside)
         collective_s[index] = _time_collectives(rehearsal, clock, index, load)
     slowdown = beside_s / alone_s if is_timed_alone else None
-    posts = median(one.receive_s for one in together), median(one.send_s for one in together)
-    cores = own_cores() if rehearsal.is_one_thread else None
-    others = sum(one.beside_s for one in together) / sum(one.wall_s for one in together)
-    world.wait_for_all()  # all want a core at the same time
-    turns_s = turns_of(time.perf_counter, _TURNS_S) if cores and len(cores) < world.size else []
-    part = _Part(rehearsal.hosts[world.rank], times, slowdown, cores, others, transfers, posts, collective_s, turns_s)
+    part = _Part.of(rehearsal, together, times, slowdown, transfers=transfers, collective_s=collective_s)
     parts: list[_Part] | None = world.gather(part)
     return None if parts is None else _joined_replicas(_all_alone(parts), layout, world.device.type == "cuda")
-
-
-def undisturbed(alone: Times, beside: Times) -> Times:
-    """Times of a stage alone: where it was faster beside the others, something else disturbed it while it was alone."""
-    return Times(*map(min, alone, beside))
 
 
 @dataclass(frozen=True)
@@ -173,6 +167,26 @@ class _Part:
     posts: tuple[float, float]
     collective_s: dict[int, tuple[float, float]]
     turns_s: list[float]
+
+    @classmethod
+    def of(
+        cls,
+        rehearsal: Rehearsal,
+        together: Sequence[Together],
+        times: dict[int, Times],
+        slowdown: float | None,
+        *,
+        transfers: list[float],
+        collective_s: dict[int, tuple[float, float]],
+    ) -> "_Part":
+        """What was measured while all ranks computed, and beside it; times the turns on shared cores. Collective."""
+        cores = own_cores() if rehearsal.is_one_thread else None
+        beside = sum(one.beside_s for one in together) / sum(one.wall_s for one in together)
+        posts = median(one.receive_s for one in together), median(one.send_s for one in together)
+        rehearsal.world.wait_for_all()  # all want a core at the same time
+        turns_s = turns_of(time.perf_counter, _TURNS_S) if cores and len(cores) < rehearsal.world.size else []
+        host = rehearsal.hosts[rehearsal.world.rank]
+        return cls(host, times, slowdown, cores, beside, transfers, posts, collective_s, turns_s)
 
 
 def _all_alone(parts: Sequence[_Part]) -> list[_Part]:
@@ -264,26 +278,25 @@ def message_s(arrived_s: Sequence[float], begun_s: Sequence[float], send_s: floa
     return max(0.0, mean(arrived - begun for arrived, begun in both) - send_s)
 
 
-def _time_alone(run: StageRun, clock: Now, held: int) -> Times:
+def _shortest_times(run: StageRun, clock: Now, held: int) -> Times:
     """Shortest times of at least ``_REPEATS`` micro-batches, with ``held`` of them in flight."""
     times: list[Times] = []
     while len(times) < _REPEATS:
         times += run(clock, held)
-    return Times(*map(min, zip(*times, strict=True)))
+    return Times.shortest(times)
 
 
 @dataclass(frozen=True)
 class _Load:
-    """Background compute on all ranks: a run of a micro-batch, and its seconds alone, if timed."""
+    """Background compute on all ranks: a run of a micro-batch, and its seconds."""
 
     world: World
     run: Callable[[], object]
-    run_s: float | None
+    run_s: float
 
     def num_runs(self, seconds: float) -> int:
-        """Number of runs that take so many seconds, averaged over the timed ranks. Collective."""
-        own = (0.0, 0.0) if self.run_s is None else (seconds, self.run_s)
-        total_s, run_s = self.world.sum([*own])
+        """Number of runs that take so many seconds, averaged over the ranks. Collective."""
+        total_s, run_s = self.world.sum([seconds, self.run_s])
         return round(total_s / run_s)
 
 
@@ -293,7 +306,7 @@ def _is_with_first(layout: Layout, rank: int) -> bool:
     return any(layout.replica_of(layout.coordinates(one)) == 0 for one in own)
 
 
-def _time_messages(rehearsal: Rehearsal, exchange: Exchange, run: StageRun, alone: Times | None) -> list[float]:
+def _time_messages(rehearsal: Rehearsal, exchange: Exchange, run: StageRun, forward_s: float) -> list[float]:
     """Time messages between the first two ranks beside forwards of the others; empty in a pipeline of one rank."""
     if not exchange.peers:
         return []
@@ -301,7 +314,7 @@ def _time_messages(rehearsal: Rehearsal, exchange: Exchange, run: StageRun, alon
     shares_clock = world.device.type == "cpu" and len(set(rehearsal.hosts)) == 1  # a host has one
     time_transfers = _time_one_way if shares_clock else _time_there_and_back
     forward = partial(replace(run, trains=False).forward, Portion(0))
-    load = _Load(world, forward, None if alone is None else alone.forward_s)
+    load = _Load(world, forward, forward_s)
     return time_transfers(exchange, load, takes_part=exchange.place <= 1 and _is_with_first(layout, world.rank))
 
 
