@@ -1,11 +1,15 @@
 """A command whose output nobody reads to the end, or cannot be written, writes its files all the same."""
 
+import os
 import shlex
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+from pipeloom.system.output import _Lasting
 
 PLAN = ["plan", "--model", "gpt-6.6b", "--cluster", "dgx-a100", "--devices", "8", "--global-batch", "8", "--seq", "512"]
 
@@ -83,3 +87,26 @@ def test_a_command_with_a_full_output_writes_its_files_and_fails(tmp_path, outpu
 def test_wrong_input_keeps_its_status_where_the_output_is_full(tmp_path):
     assert run_in_a_shell(["--help-all", "plan"], "> /dev/full", tmp_path).returncode == 1
     assert run_in_a_shell([], "> /dev/full", tmp_path).returncode == 2
+
+
+def test_an_output_that_does_not_block_is_waited_for():
+    """Another program may have set the descriptor of the terminal so; a pipe takes 64 KiB until somebody reads."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    lost = []
+    stream = _Lasting(writer, lost)
+    text, found = b"x" * 300_000, []
+
+    def read():
+        while sum(map(len, found)) < len(text):
+            found.append(os.read(reader, 65536))
+
+    thread = threading.Thread(target=read, daemon=True)
+    written = stream.write(text)
+    thread.start()
+    while written < len(text):
+        written += stream.write(text[written:])
+    thread.join(30)
+    os.close(writer)
+    os.close(reader)
+    assert (b"".join(found), lost) == (text, [])

@@ -2,6 +2,7 @@
 
 import io
 import os
+import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ class _Lasting(io.RawIOBase):
 
     Args:
         fd: the descriptor.
-        lost: receives the errors of dropped texts, without those of a reader that has ended.
+        lost: receives the first error of a dropped text, other than that its reader has ended.
     """
 
     def __init__(self, fd: int, lost: list[OSError]) -> None:
@@ -21,13 +22,16 @@ class _Lasting(io.RawIOBase):
 
     def write(self, data: "bytes | memoryview") -> int:  # type: ignore[override]
         """Write to the descriptor; return the number of bytes written or dropped."""
-        try:
-            return os.write(self._fd, data)
-        except BrokenPipeError:
-            return len(data)
-        except OSError as error:
-            self._lost.append(error)
-            return len(data)
+        while True:
+            try:
+                return os.write(self._fd, data)
+            except BlockingIOError:  # another program of the terminal has set it so
+                select.select((), (self._fd,), ())
+            except BrokenPipeError:
+                return len(data)
+            except OSError as error:
+                self._lost[:] = self._lost or [error]  # a training prints for weeks
+                return len(data)
 
     def writable(self) -> bool:
         """``True``."""
@@ -50,7 +54,8 @@ def lasting_output() -> Iterator[list[OSError]]:
     from the beginning.
 
     Yields:
-        The errors of standard output for any other reason, such as a full disk. Complete at the end of the context.
+        The first error of standard output for any other reason, such as a full disk; empty without one. Complete at the
+        end of the context.
     """
     given, lost = (sys.stdout, sys.stderr), list[OSError]()
     sys.stdout, sys.stderr = _lasting(given[0], lost), _lasting(given[1], [])
