@@ -49,6 +49,7 @@ def test_context_parallelism_multiplies_the_ranks_that_share_state(tmp_path):
         assert value(found, f"parallelism.{name}_degree") == expected
     notes = written_for("torchtitan", tmp_path, layout={"cp": 2}).notes.differs
     assert sum("layout.cp 2" in one for one in notes) == 2
+    assert sum("data.attention window: attention ends at the borders of documents" in one for one in notes) == 1
 
 
 def test_stages_are_named_by_their_modules(tmp_path):

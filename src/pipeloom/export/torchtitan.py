@@ -241,6 +241,7 @@ def _own(job: Job) -> set[str]:
 def _differences(job: Job) -> tuple[str, ...]:
     layout = job.config.layout
     found = job.clock_differences("torchtitan")
+    found.append("data.attention window: attention ends at the borders of documents (block-causal masks)")
     if _reads_csv(job):
         found += differences_of_runtime(job)
     elif layout.shard == "full" and layout.data_ranks > 1 and layout.pp > 1:
