@@ -27,8 +27,8 @@ from pipeloom.workload.layout import Layout
 _REPEATS, _COLLECTIVES = 2, 5
 """Measurements of a stage, in CPU time where that is possible, and of a collective, which others disturb more."""
 _MOST_HELD = 2
-_TOGETHER_S, _MESSAGES_S = 0.12, 0.1
-"""Compute while all ranks compute, once of two times, and beside messages."""
+_ALONE_S, _TOGETHER_S, _MESSAGES_S = 0.12, 0.12, 0.1
+"""Compute of a rank alone, while all ranks compute, once of two times, and beside messages."""
 _MESSAGES = 24
 _LEAST_ONE_WAY = 6
 _TURNS_S = 0.1
@@ -124,7 +124,8 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
         world.wait_for_all()
         before = exchange.together(run, rehearsal.clock, count, held)
         world.wait_for_all()
-        alone = _shortest_times(run, rehearsal.clock, held) if is_timed_alone else None
+        least = load.num_runs(_ALONE_S / len(rehearsal.stages))
+        alone = _shortest_times(run, rehearsal.clock, held, least) if is_timed_alone else None
         world.wait_for_all()
         if not times:  # messages have the same shape at every stage boundary
             transfers = _time_messages(rehearsal, exchange, run, warm.forward_s)
@@ -278,10 +279,10 @@ def message_s(arrived_s: Sequence[float], begun_s: Sequence[float], send_s: floa
     return max(0.0, mean(arrived - begun for arrived, begun in both) - send_s)
 
 
-def _shortest_times(run: StageRun, clock: Now, held: int) -> Times:
-    """Shortest times of at least ``_REPEATS`` micro-batches, with ``held`` of them in flight."""
+def _shortest_times(run: StageRun, clock: Now, held: int, least: int = 0) -> Times:
+    """Shortest times of at least ``least`` and ``_REPEATS`` micro-batches, with ``held`` of them in flight."""
     times: list[Times] = []
-    while len(times) < _REPEATS:
+    while len(times) < max(least, _REPEATS):
         times += run(clock, held)
     return Times.shortest(times)
 
