@@ -71,14 +71,25 @@ def test_unequal_replicas_have_the_whole_step_beside_their_numbers(described):
     assert found.endswith("3 and 1 micro-batches of 2 sequences of 8 tokens: 8 sequences, 64 tokens a step")
 
 
-def test_adapters_of_random_weights_are_a_warning(described, tmp_path):
-    tuned = described(Layout(pp=1, loops=1), adapter=AdapterConfig(rank=2))
-    assert announced(tuned, "warning") == (
-        "warning    adapter.rank 2 trains adapters of random weights, which stay as they are; start from trained ones "
-        "with --checkpoint.init DIR, or leave adapter.rank out"
+@pytest.mark.parametrize(
+    ("settings", "what", "key"),
+    [
+        ({"adapter": AdapterConfig(rank=2)}, "adapter.rank 2 trains adapters of random weights", "adapter.rank"),
+        (
+            {"training": TrainingConfig(freeze_layers=2)},
+            "training.freeze_layers 2 keeps random weights",
+            "training.freeze_layers",
+        ),
+    ],
+)
+def test_random_weights_that_stay_are_a_warning(described, tmp_path, settings, what, key):
+    run = described(Layout(pp=1, loops=1), **settings)
+    assert announced(run, "warning") == (
+        f"warning    {what}, which stay as they are; start from trained ones "
+        f"with --checkpoint.init DIR, or leave {key} out"
     )
-    assert announced(replace(tuned, checkpoint=CheckpointConfig(init=tmp_path)), "warning") is None
-    assert announced(replace(tuned, checkpoint=CheckpointConfig(resume=tmp_path)), "warning") is None
+    assert announced(replace(run, checkpoint=CheckpointConfig(init=tmp_path)), "warning") is None
+    assert announced(replace(run, checkpoint=CheckpointConfig(resume=tmp_path)), "warning") is None
 
 
 def test_periods_that_exceed_the_run_are_a_line(described):
@@ -89,15 +100,6 @@ def test_periods_that_exceed_the_run_are_a_line(described):
     )
     whole = replace(trial, training=replace(trial.training, steps=50))
     assert announced(whole, "period") is None
-
-
-def test_frozen_layers_of_random_weights_are_a_warning(described, tmp_path):
-    frozen = described(Layout(pp=1, loops=1), training=TrainingConfig(freeze_layers=2))
-    assert announced(frozen, "warning") == (
-        "warning    training.freeze_layers 2 keeps random weights, which stay as they are; start from trained ones "
-        "with --checkpoint.init DIR, or leave training.freeze_layers out"
-    )
-    assert announced(replace(frozen, checkpoint=CheckpointConfig(init=tmp_path)), "warning") is None
 
 
 def test_parameters_that_are_trained_and_that_a_token_takes_are_counted(described):

@@ -40,10 +40,16 @@ def given_in(command: Command[Any], words: Sequence[str]) -> frozenset[str]:
     return frozenset(read_words(command, words).values)
 
 
-def idle_problems(command: Command[Any], words: Sequence[str]) -> list[str]:
-    """A sentence for the options of a command line that have no effect for the same reason, and for repeated values."""
+def idle_problems(command: Command[Any], words: Sequence[str], config: RunConfig | None = None) -> list[str]:
+    """A sentence for the options of a command line that have no effect for the same reason, and for repeated values.
+
+    Args:
+        command: declares them.
+        words: of the command line.
+        config: of the run that the command reads, for reasons that depend on its settings; ``None`` if there is none.
+    """
     found, known = read_words(command, words), {one.name: one for one in options_of(command)}
-    options = _read(command, found, known)
+    options = _read(command, found, known, config)
     idle: dict[str, list[str]] = {}
     for name, reasons in command.idle.items():
         why = next((text for reason in reasons if (text := reason(options))), "") if name in found.values else ""
@@ -60,7 +66,7 @@ def with_idle_check(
     """``judge`` of a configuration, and the options of the command line that have no effect."""
 
     def both(config: RunConfig, *, is_model_known: bool) -> list[str]:
-        return [*judge(config, is_model_known=is_model_known), *idle_problems(command, words)]
+        return [*judge(config, is_model_known=is_model_known), *idle_problems(command, words, config)]
 
     return both
 
@@ -81,11 +87,12 @@ def _repeated(command: Command[Any], found: Words, known: Mapping[str, Option]) 
                 yield f"{known[name].flags[0]} has {', '.join(twice)} more than once; give each value once"
 
 
-def _read(command: Command[Any], found: Words, known: Mapping[str, Option]) -> Any:
-    """The options that words give, with defaults for wrong and missing ones; not those of a run file."""
+def _read(command: Command[Any], found: Words, known: Mapping[str, Option], config: RunConfig | None) -> Any:
+    """The options that words give, with defaults for wrong and missing ones, and the settings of the run."""
     own = {one.name for one in fields(command.options)}
     values = {name: found.values.get(name, one.default) for name, one in known.items() if name in own}
-    return command.options(**values)
+    settings = () if config is None else fields(config)
+    return command.options(**{item.name: getattr(config, item.name) for item in settings} | values)
 
 
 def _is_set(value: Any) -> bool:

@@ -3,7 +3,7 @@
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
@@ -13,7 +13,7 @@ from typing import Any
 from rich.progress import TextColumn, TimeElapsedColumn
 
 from pipeloom.cli.flags import SOURCE
-from pipeloom.cli.idle import beside, given_in, idle_sentence, with_idle_check, without
+from pipeloom.cli.idle import beside, with_idle_check, without
 from pipeloom.cli.layout_tables import short_cells, table_of_cells
 from pipeloom.cli.plan_json import step_to_json
 from pipeloom.cli.reference import Command
@@ -82,6 +82,11 @@ class Options(RunConfig):
     """Print JSON for programs."""
 
 
+def _without_plans(options: Options) -> str:
+    kept = unpriced(options)
+    return f"with {' and '.join(kept)}, of which no layout is planned" if kept else ""
+
+
 COMMAND = Command(
     name="survive",
     options=Options,
@@ -92,7 +97,11 @@ COMMAND = Command(
     },
     settings=PREDICTIONS,
     brief=("model.preset", "layout.pp", "layout.dp", "machine.cluster"),
-    idle={"repair_time": (beside("trace"),), "move_time": (without("rebalance_every"),)},
+    idle={
+        "repair_time": (beside("trace"),),
+        "move_time": (without("rebalance_every"),),
+        "budget_s": (_without_plans,),
+    },
 )
 
 
@@ -115,21 +124,9 @@ class _Hazard:
     words: str
 
 
-def _judge(words: Sequence[str]) -> Callable[..., list[str]]:
-    """Problems of the run, and of a time limit where nothing is planned."""
-
-    def judge(config: RunConfig, *, is_model_known: bool) -> list[str]:
-        found, kept = described_problems(config, is_model_known=is_model_known), unpriced(config)
-        if kept and "budget_s" in given_in(COMMAND, words):
-            found.append(idle_sentence(["--budget-s"], f"with {' and '.join(kept)}, of which no layout is planned"))
-        return found
-
-    return judge
-
-
 def run(words: list[str]) -> int:
     """Parse, walk over the failures once for each way to continue, print."""
-    options = parse_config(COMMAND, words, with_idle_check(COMMAND, words, _judge(words)))
+    options = parse_config(COMMAND, words, with_idle_check(COMMAND, words, described_problems))
     hazard, checkpoint_s, restart_s, moves = _inputs(options)
     own = waits(options)(nodes_of(options))
     assert own.step is not None

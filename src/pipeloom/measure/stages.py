@@ -93,7 +93,7 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
        are as much faster alone as those of their host that are timed;
     4. the second rank sends tensors to the first one, which waits for them, while it and all others compute forwards
        (only for the first stage);
-    5. all ranks compute at once as in 2: the shorter times count, since other programs disturb for moments;
+    5. all ranks compute at once as in 2; the window with the shorter times counts, as the less disturbed one;
     6. the stage's collectives are timed while all ranks compute.
 
     In 2, 3 and 5 two micro-batches are in flight if the step has so many.
