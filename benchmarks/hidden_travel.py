@@ -19,8 +19,8 @@ from torch import Tensor
 
 from pipeloom.config import ModelConfig
 from pipeloom.cost.collectives import together_s
-from pipeloom.execute.communication.collectives import GlooGroup
 from pipeloom.execute.communication.expert_groups import TravelGroup
+from pipeloom.execute.communication.torch_groups import GlooGroup
 from pipeloom.model import Transformer, build_stage
 from pipeloom.model.expert_parallel import ExpertParallel
 

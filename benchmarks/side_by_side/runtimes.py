@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec
-from pipeloom.execute.communication.collectives import Groups
+from pipeloom.execute.communication.group import Groups
 from pipeloom.execute.communication.transport import Transport, edges_of
 from pipeloom.execute.executor import Executor, StepResult
 from pipeloom.execute.lanes import ThreadLane

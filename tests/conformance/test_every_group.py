@@ -11,7 +11,9 @@ import torch
 from in_process import Neighborhood, groups_in_process
 
 from pipeloom.execute.clock import Clock
-from pipeloom.execute.communication.collectives import Groups, make_groups
+from pipeloom.execute.communication import collectives
+from pipeloom.execute.communication.collectives import make_groups
+from pipeloom.execute.communication.group import Groups
 from pipeloom.execute.lanes import ThreadLane
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
@@ -88,8 +90,10 @@ def play_in_process(script, layout):
     return [tensor.tolist() for _, tensor in found]
 
 
-def _rank_of_processes(script, layout, rendezvous, rank, size):
+def _rank_of_processes(script, layout, kind, rendezvous, rank, size):
     world = join_forked(rendezvous, rank, size, "cpu", 20)
+    if kind == "gloo":
+        collectives.links_of = lambda *_: {}
     lane = ThreadLane(Clock())
     jobs, tensor = script(rank, make_groups(layout, world))
     started = [lane.start(job) for job in jobs]
@@ -103,11 +107,15 @@ def _rank_of_processes(script, layout, rendezvous, rank, size):
     return tensor.tolist()
 
 
-def play_in_processes(script, layout):
-    return run_workers(partial(_rank_of_processes, script, layout), layout.dp)
+def play_in_processes(script, layout, kind="shared memory"):
+    return run_workers(partial(_rank_of_processes, script, layout, kind), layout.dp)
 
 
-PLAYERS = pytest.mark.parametrize("play", [play_in_process, play_in_processes])
+def play_over_gloo(script, layout):
+    return play_in_processes(script, layout, "gloo")
+
+
+PLAYERS = pytest.mark.parametrize("play", [play_in_process, play_in_processes, play_over_gloo])
 
 
 @PLAYERS

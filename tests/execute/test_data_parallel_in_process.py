@@ -13,7 +13,7 @@ from toy import WIDTH, objective
 from pipeloom.analysis.bubble import account_bubble
 from pipeloom.errors import UserError
 from pipeloom.execute.clock import Clock
-from pipeloom.execute.communication.collectives import Alone, Groups
+from pipeloom.execute.communication.group import Alone, Groups
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel

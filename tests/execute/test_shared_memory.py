@@ -1,6 +1,7 @@
 """Both ends of an edge in shared memory: blocks that are used again, a rank that ends, and who may share."""
 
 import errno
+import mmap
 import os
 import resource
 import socket
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this sy
 def ends():
     with closing(Listener(is_open=True)) as listener:
         mine = connect(listener.name)
-        sender, receiver = SharedSender(mine, 1), SharedReceiver(listener.accept(WAIT_S), 0)
+        sender, receiver = SharedSender(mine, "rank 1"), SharedReceiver(listener.accept(WAIT_S)[1], "rank 0")
     yield sender, receiver
     for one in (sender, receiver):
         if one is not None:
@@ -57,6 +58,25 @@ def test_blocks_are_used_again(ends):
         sender.send(torch.zeros(SPEC.shape))
         received(receiver)
     assert os.fstat(sender._ends.memory).st_size <= 16 * os.sysconf("SC_PAGESIZE")
+
+
+def test_messages_of_many_sizes_use_the_same_blocks(ends):
+    sender, receiver = ends
+    rows = [int(number) for number in torch.randint(500, 1000, (300,), generator=torch.Generator().manual_seed(1))]
+    for count in rows:
+        sender.send(torch.full((count, 16), float(count)))
+        assert received(receiver, TensorSpec((count, 16), torch.float32)).eq(count).all()
+    most = max(rows) * 16 * 4
+    # The receiver returns several blocks at once, and a block is at most twice as large as its message.
+    assert os.fstat(sender._ends.memory).st_size <= 8 * 1.25 * most
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4096, 4097, 40_000, 196_608, 1_000_000, 123_456_789])
+def test_a_block_is_hardly_larger_than_its_message(num_bytes):
+    size = shared_memory._block_size(num_bytes)
+    assert size % mmap.ALLOCATIONGRANULARITY == 0
+    assert max(1, num_bytes) <= size <= max(num_bytes * 1.125, num_bytes + mmap.ALLOCATIONGRANULARITY)
+    assert shared_memory._block_size(size) == size
 
 
 @pytest.mark.parametrize("ahead", [1, 7, 100])

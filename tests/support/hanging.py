@@ -18,7 +18,8 @@ from small_run import write_text
 from torch.distributed.checkpoint import FileSystemWriter
 
 from pipeloom.errors import UserError
-from pipeloom.execute.communication.collectives import BlockingGroup, GlooGroup
+from pipeloom.execute.communication.collectives import BlockingGroup
+from pipeloom.execute.communication.shared_groups import SharedGroup
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.parts.messages import Messages
 from pipeloom.runs.action_log import ENDED, GONE
@@ -126,14 +127,14 @@ def after_send(place):
 
 
 def in_exchange_of_replicas(place):
-    exchange = GlooGroup._exchange
+    start = SharedGroup._start
 
-    def hanging(self, received, sent):
+    def hanging(self, sent, received):
         if "replica" in place.hang.layout and place.is_here():
             place.stay()
-        return exchange(self, received, sent)
+        return start(self, sent, received)
 
-    GlooGroup._exchange = hanging
+    SharedGroup._start = hanging
 
 
 def in_tensor_parallel_exchange(place):

@@ -9,9 +9,10 @@ import torch
 
 from pipeloom.errors import StallError
 from pipeloom.execute.clock import Clock
-from pipeloom.execute.communication.collectives import Alone, BlockingGroup, already_done
+from pipeloom.execute.communication.collectives import BlockingGroup
 from pipeloom.execute.communication.context_groups import RingGroup
 from pipeloom.execute.communication.expert_groups import TravelGroup
+from pipeloom.execute.communication.group import Alone, already_done
 from pipeloom.execute.communication.wires import Wires, evictions
 from pipeloom.execute.lanes import Lanes
 

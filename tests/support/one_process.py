@@ -24,7 +24,7 @@ from in_process import (
 
 from pipeloom.cost.stages import layers_of_pieces
 from pipeloom.data.windows import mark_begins
-from pipeloom.execute.communication.collectives import Alone, Groups
+from pipeloom.execute.communication.group import Alone, Groups
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.training import expert_loads
 from pipeloom.training import pipeline as module

@@ -6,7 +6,7 @@ from toy import Toy, objective
 
 from pipeloom.config import OptimizerConfig
 from pipeloom.execute.clock import Clock
-from pipeloom.execute.communication.collectives import Groups
+from pipeloom.execute.communication.group import Groups
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel

@@ -11,7 +11,7 @@ from stage_outputs import stage_outputs
 from pipeloom.config import ModelConfig
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec
-from pipeloom.execute.communication.collectives import Groups
+from pipeloom.execute.communication.group import Groups
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel

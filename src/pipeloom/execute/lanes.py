@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.execute.clock import Clock, Mark
-from pipeloom.execute.communication.collectives import Job
+from pipeloom.execute.communication.group import Job
 from pipeloom.execute.communication.under_way import UnderWay
 
 

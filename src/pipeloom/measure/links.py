@@ -4,14 +4,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import torch
-import torch.distributed as dist
 
 from pipeloom.cost.hardware import Collective
 from pipeloom.execute.communication.boundary import TensorSpec
-from pipeloom.execute.communication.collectives import Alone, Finish, GlooGroup, Group, NcclGroup
+from pipeloom.execute.communication.collectives import Note, own_group
+from pipeloom.execute.communication.group import Finish, Group
 from pipeloom.execute.communication.transport import Transport
 from pipeloom.execute.communication.under_way import finish
 from pipeloom.execute.processes.world import World
@@ -85,9 +85,7 @@ def measure_collectives(watch: Stopwatch, num_ranks: int, per_host: int) -> tupl
         per_host: processes on each host.
     """
     world, device, num_cores = watch.world, watch.world.device, num_devices("cpu")
-    handle, takes_part = _new_group(world, range(num_ranks)), world.rank < num_ranks
-    group_type = NcclGroup if device.type == "cuda" else GlooGroup
-    group = group_type(handle, range(num_ranks), world.rank) if takes_part else Alone()
+    group, takes_part = own_group([range(num_ranks)], world, Note(None, "collective")), world.rank < num_ranks
     clock, factor = partial(now, device), 1.0
     if device.type == "cpu" and per_host > num_cores:  # CPU time, which excludes other programs
         clock, factor = time.process_time, max(1.0, num_ranks / num_cores)
@@ -122,9 +120,3 @@ def _collective(kind: Collective, shard: int, num_ranks: int, device: torch.devi
 def _nothing(runs: int) -> float:  # noqa: ARG001
     """The sample of a rank that is not in the group."""
     return 1.0
-
-
-def _new_group(world: World, ranks: Sequence[int]) -> Any:
-    """A process group of its own, as in the transport. Collective over all ranks."""
-    backend = "nccl" if world.device.type == "cuda" else "gloo"
-    return dist.new_group(list(ranks), timeout=world.timeout, backend=backend)

@@ -18,7 +18,8 @@ from pipeloom.config import RunConfig, ScheduleConfig
 from pipeloom.cost.stages import layers_of_pieces
 from pipeloom.errors import UserError
 from pipeloom.execute.communication.boundary import TensorSpec
-from pipeloom.execute.communication.collectives import Group, make_shared_groups
+from pipeloom.execute.communication.collectives import make_shared_groups
+from pipeloom.execute.communication.group import Group
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.saved import Parcel
 from pipeloom.execute.stages.stage import split_backward_of

@@ -5,7 +5,8 @@ from datetime import timedelta
 
 from torch import Tensor
 
-from pipeloom.execute.communication.collectives import Group, Note, located, own_group
+from pipeloom.execute.communication.collectives import Note, located, own_group
+from pipeloom.execute.communication.group import Group
 from pipeloom.execute.processes.world import World
 from pipeloom.model.context_parallel import ContextGroup
 from pipeloom.runs.action_log import ActionLog

@@ -6,7 +6,8 @@ from datetime import timedelta
 
 from torch import Tensor
 
-from pipeloom.execute.communication.collectives import Alone, Group, Groups, Note, located, own_group
+from pipeloom.execute.communication.collectives import Note, located, own_group
+from pipeloom.execute.communication.group import Alone, Group, Groups
 from pipeloom.execute.processes.world import World
 from pipeloom.model.expert_parallel import ExpertGroup
 from pipeloom.runs.action_log import ActionLog

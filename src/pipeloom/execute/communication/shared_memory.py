@@ -7,6 +7,7 @@ notices.
 """
 
 import fcntl
+import math
 import mmap
 import os
 import resource
@@ -17,7 +18,9 @@ import struct
 import termios
 import time
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -29,8 +32,10 @@ from pipeloom.execute.communication.under_way import UnderWay
 from pipeloom.system.room import take_room
 from pipeloom.terminal.words import format_bytes
 
-_LINE = struct.Struct("=qqd")
-"""A message: offset and bytes of its block, and the sender's clock, which all processes of a host share."""
+_LINE = struct.Struct("=qqqd")
+"""A message: offset and size of its block, its bytes, and the sender's clock, which all processes of a host share."""
+_MARK = struct.Struct("=q")
+"""What a connection begins with: the number of the sender."""
 _PLACE = struct.Struct("=q")
 """A block that is returned: its offset."""
 _KEPT_BLOCKS, _KEPT_BYTES = 8, 256 * 1024
@@ -39,6 +44,9 @@ _SPIN_S = 5e-5
 """A receiver looks for so long before it sleeps, where its last wait was short, too: waking it takes as long."""
 _MOST_LINES = 1024
 """Lines of one read: whole lines, since a write of less than a page is never divided."""
+_SIZES_OF_AN_OCTAVE = 8
+"""Sizes of blocks from one power of two to the next."""
+_Line = tuple[int, int, int, float]
 
 
 class Ends(NamedTuple):
@@ -68,22 +76,23 @@ class Listener:
 
     Args:
         is_open: whether to offer it.
+        senders: that may connect before the first is accepted.
     """
 
     NAME_BYTES = 32
 
-    def __init__(self, *, is_open: bool) -> None:
+    def __init__(self, *, is_open: bool, senders: int = 1) -> None:
         self._socket: socket.socket | None = None
         self.name = torch.zeros(self.NAME_BYTES, dtype=torch.uint8)
         if is_open and hasattr(os, "memfd_create") and hasattr(socket, "SO_PEERCRED"):
             name = secrets.token_hex(self.NAME_BYTES // 2).encode()
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._socket.bind(_address(name))
-            self._socket.listen(1)
+            self._socket.listen(senders)
             self.name = torch.tensor(list(name), dtype=torch.uint8)
 
-    def accept(self, timeout_s: float) -> Ends:
-        """Take the descriptors of a sender that has connected.
+    def accept(self, timeout_s: float) -> tuple[int, Ends]:
+        """Take the number and the descriptors of a sender that has connected.
 
         Raises:
             PeerLostError: it closed the connection.
@@ -96,12 +105,12 @@ class Listener:
                 credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
                 # Any process of this host may connect; only one of this user is the rank that was given the name.
                 if struct.unpack("3i", credentials)[1] == os.geteuid():
-                    _, descriptors, _, _ = socket.recv_fds(connection, 1, len(Ends._fields))
-                    if len(descriptors) != len(Ends._fields):
+                    mark, descriptors, _, _ = socket.recv_fds(connection, _MARK.size, len(Ends._fields))
+                    if len(descriptors) != len(Ends._fields) or len(mark) != _MARK.size:
                         raise PeerLostError("a rank of this host closed the connection")
                     ends = Ends(*descriptors)
                     os.set_blocking(ends.messages, False)
-                    return ends
+                    return _MARK.unpack(mark)[0], ends
 
     def close(self) -> None:
         """End the offer."""
@@ -109,8 +118,12 @@ class Listener:
             self._socket.close()
 
 
-def connect(name: Tensor) -> Ends | None:
+def connect(name: Tensor, number: int = 0) -> Ends | None:
     """Share memory with the receiver that listens under a name.
+
+    Args:
+        name: of the receiver.
+        number: of this sender, for a receiver with several.
 
     Returns:
         ``None`` if the receiver is not on this host, or if this process may not write large files (``ulimit -f``):
@@ -126,7 +139,7 @@ def connect(name: Tensor) -> Ends | None:
             return None
         memory = os.memfd_create("pipeloom-messages", os.MFD_CLOEXEC)
         (messages_out, messages_in), (returns_out, returns_in) = os.pipe(), os.pipe()
-        socket.send_fds(connection, [b"\0"], [memory, messages_out, returns_in])
+        socket.send_fds(connection, [_MARK.pack(number)], [memory, messages_out, returns_in])
         os.close(messages_out)
         os.close(returns_in)
         os.set_blocking(returns_out, False)
@@ -138,17 +151,36 @@ def _address(name: bytes) -> bytes:
     return b"\0pipeloom-" + name
 
 
-class _Block(NamedTuple):
-    offset: int
-    spec: TensorSpec
-    tensor: Tensor
+class _Block:
+    """A part of the shared memory, as this process maps it, for one message at a time.
 
-    @classmethod
-    def map(cls, memory: int, offset: int, spec: TensorSpec) -> "_Block":
-        """Map a block that holds a tensor."""
-        size = spec.nbytes
-        shared = torch.frombuffer(mmap.mmap(memory, max(1, size), offset=offset), dtype=torch.uint8)
-        return cls(offset, spec, shared[:size].view(spec.dtype).view(spec.shape))
+    Args:
+        memory: file descriptor of the shared memory.
+        offset: of the block.
+        size: in bytes.
+    """
+
+    __slots__ = ("_bytes", "_tensor", "offset", "size")
+
+    def __init__(self, memory: int, offset: int, size: int) -> None:
+        self.offset, self.size = offset, size
+        self._bytes = self._tensor = torch.frombuffer(mmap.mmap(memory, size, offset=offset), dtype=torch.uint8)
+
+    def seen_as(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The block as a tensor; it is usually that of the message before."""
+        tensor = self._tensor
+        if tensor.dtype is not dtype or tensor.shape != shape:
+            size = math.prod(shape) * dtype.itemsize
+            tensor = self._tensor = self._bytes[:size].view(dtype).view(tuple(shape))
+        return tensor
+
+
+@lru_cache(maxsize=1024)
+def _block_size(num_bytes: int) -> int:
+    """The size of the block of a message: few sizes, so that messages of many sizes use the same blocks."""
+    pages = -(-max(1, num_bytes) // mmap.ALLOCATIONGRANULARITY)
+    step = max(1, (1 << (pages.bit_length() - 1)) // _SIZES_OF_AN_OCTAVE)
+    return -(-pages // step) * step * mmap.ALLOCATIONGRANULARITY
 
 
 class Sent(UnderWay):
@@ -167,14 +199,14 @@ class SharedSender:
 
     Args:
         ends: from ``connect``.
-        peer: the receiving rank.
+        peer: the receiving process, for messages.
     """
 
-    def __init__(self, ends: Ends, peer: int) -> None:
+    def __init__(self, ends: Ends, peer: str) -> None:
         self._ends, self._peer = ends, peer
         self._size = 0
-        self._free: defaultdict[tuple[torch.Size, torch.dtype], list[_Block]] = defaultdict(list)
-        self._used: dict[int, tuple[_Block, list[_Block]]] = {}
+        self._free: defaultdict[int, list[_Block]] = defaultdict(list)
+        self._used: dict[int, _Block] = {}
 
     def send(self, tensor: Tensor) -> Sent:
         """Send a copy of a tensor.
@@ -184,39 +216,38 @@ class SharedSender:
             RunError: there is no memory for another message.
         """
         begin_s = time.perf_counter()
-        blocks = self._free[tensor.shape, tensor.dtype]
-        if not blocks:
-            self._take_returned()
-        block = blocks.pop() if blocks else self._grown(TensorSpec.of(tensor))
-        self._used[block.offset] = block, blocks
-        block.tensor.copy_(tensor)
+        num_bytes = tensor.nbytes
+        size = _block_size(num_bytes)
+        blocks = self._free[size]
+        block = blocks.pop() if blocks else self._returned(size) or self._grown(size, num_bytes)
+        self._used[block.offset] = block
+        block.seen_as(tensor.shape, tensor.dtype).copy_(tensor)
         end_s = time.perf_counter()
         try:
-            os.write(self._ends.messages, _LINE.pack(block.offset, tensor.nbytes, end_s))
+            os.write(self._ends.messages, _LINE.pack(block.offset, block.size, num_bytes, end_s))
         except OSError as error:
-            raise PeerLostError(f"rank {self._peer} closed the connection: {error}") from error
+            raise PeerLostError(f"{self._peer} closed the connection: {error}") from error
         return Sent(begin_s, end_s)
 
-    def _take_returned(self) -> None:
-        try:
-            returned = os.read(self._ends.returns, _MOST_LINES * _PLACE.size)
-        except BlockingIOError:
-            return
-        for (offset,) in _PLACE.iter_unpack(returned):
-            block, blocks = self._used.pop(offset)
-            blocks.append(block)
+    def _returned(self, size: int) -> _Block | None:
+        """A block that the receiver has returned, of this size or at most twice as large; ``None`` without one."""
+        with suppress(BlockingIOError):
+            for (offset,) in _PLACE.iter_unpack(os.read(self._ends.returns, _MOST_LINES * _PLACE.size)):
+                block = self._used.pop(offset)
+                self._free[block.size].append(block)
+        found = min((one for one, blocks in self._free.items() if blocks and size <= one <= 2 * size), default=None)
+        return None if found is None else self._free[found].pop()
 
-    def _grown(self, spec: TensorSpec) -> _Block:
+    def _grown(self, size: int, num_bytes: int) -> _Block:
         """A new block: the receiver still has all others, as many as the schedule lets the sender be ahead."""
         offset = self._size
-        room = -(-max(1, spec.nbytes) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         try:
-            take_room(self._ends.memory, room, offset)
+            take_room(self._ends.memory, size, offset)
         except OSError as error:
-            message = f"a message of {format_bytes(spec.nbytes)} to rank {self._peer}"
+            message = f"a message of {format_bytes(num_bytes)} to {self._peer}"
             raise RunError(f"there is no shared memory for {message}: {error.strerror}") from None
-        self._size += room
-        return _Block.map(self._ends.memory, offset, spec)
+        self._size += size
+        return _Block(self._ends.memory, offset, size)
 
     def end(self) -> None:
         """Close this end."""
@@ -228,13 +259,13 @@ class SharedReceiver:
 
     Args:
         ends: from ``Listener.accept``.
-        peer: the sending rank.
+        peer: the sending process, for messages.
     """
 
-    def __init__(self, ends: Ends, peer: int) -> None:
+    def __init__(self, ends: Ends, peer: str) -> None:
         self._ends, self._peer = ends, peer
         self._blocks: dict[int, _Block] = {}
-        self._arrived: deque[tuple[int, int, float]] = deque()
+        self._arrived: deque[_Line] = deque()
         self._open: deque[Receipt] = deque()
         self._poll = select.poll()
         self._poll.register(ends.messages, select.POLLIN)
@@ -251,6 +282,10 @@ class SharedReceiver:
         else:
             self._open.append(receipt)
         return receipt
+
+    def receive_like(self, tensor: Tensor) -> "Receipt":
+        """As ``receive``, of the shape and the dtype of a tensor."""
+        return self.receive(TensorSpec.of(tensor))
 
     def look(self) -> None:
         """Assign messages that have arrived to receives in their order."""
@@ -289,25 +324,27 @@ class SharedReceiver:
         (unread,) = struct.unpack("i", fcntl.ioctl(self._ends.messages, termios.FIONREAD, bytes(4)))
         return waiting.index(receipt) < unread // _LINE.size
 
-    def copy(self, line: tuple[int, int, float] | None, spec: TensorSpec) -> Tensor:
-        """The tensor of a message, whose block the sender may use again."""
+    def seen(self, line: _Line | None, spec: TensorSpec) -> Tensor:
+        """The tensor of a message, in its block; see ``give_back``."""
         if line is None:
-            raise PeerLostError(f"rank {self._peer} closed the connection")
-        offset, size, _ = line
+            raise PeerLostError(f"{self._peer} closed the connection")
+        offset, size, num_bytes, _ = line
+        if num_bytes != spec.nbytes:
+            raise BoundaryError(f"{self._peer} sent {num_bytes} bytes, but {spec} was agreed on")
         block = self._blocks.get(offset)
-        if block is None or (block.spec is not spec and block.spec != spec):
-            if size != spec.nbytes:
-                raise BoundaryError(f"rank {self._peer} sent {size} bytes, but {spec} was agreed on")
-            block = self._blocks[offset] = _Block.map(self._ends.memory, offset, spec)
-        tensor = block.tensor.clone()
-        self._used.append(offset)
-        self._used_bytes += size
+        if block is None:
+            block = self._blocks[offset] = _Block(self._ends.memory, offset, size)
+        return block.seen_as(spec.shape, spec.dtype)
+
+    def give_back(self, line: _Line) -> None:
+        """Let the sender use the block of a message again."""
+        self._used.append(line[0])
+        self._used_bytes += line[2]
         if len(self._used) >= _KEPT_BLOCKS or self._used_bytes >= _KEPT_BYTES:
             with suppress(BrokenPipeError):  # a sender that has ended needs no block
                 os.write(self._ends.returns, b"".join(map(_PLACE.pack, self._used)))
             self._used.clear()
             self._used_bytes = 0
-        return tensor
 
     @property
     def has_ended(self) -> bool:
@@ -329,11 +366,11 @@ class Receipt(UnderWay):
     def __init__(self, receiver: SharedReceiver, spec: TensorSpec) -> None:
         self._receiver, self._spec = receiver, spec
         self.begin = self.end = time.perf_counter()
-        self.line: tuple[int, int, float] | None = None
+        self.line: _Line | None = None
 
-    def arrive(self, line: tuple[int, int, float]) -> None:
+    def arrive(self, line: _Line) -> None:
         """Assign the message; the receive ended when the sender had copied it, if it was posted by then."""
-        self.line, self.end = line, max(self.begin, line[2])
+        self.line, self.end = line, max(self.begin, line[3])
 
     def is_done(self) -> bool:
         """Whether the message has arrived, or none will."""
@@ -356,4 +393,15 @@ class Receipt(UnderWay):
             PeerLostError: the other rank ended.
             BoundaryError: it sent another number of bytes.
         """
-        return self._receiver.copy(self.line, self._spec)
+        tensor = self.seen().clone()
+        self.give_back()
+        return tensor
+
+    def seen(self) -> Tensor:
+        """The tensor in the memory of its message, until ``give_back``; errors as of ``take``."""
+        return self._receiver.seen(self.line, self._spec)
+
+    def give_back(self) -> None:
+        """Let the sender use that memory again."""
+        assert self.line is not None, "nothing has arrived"
+        self._receiver.give_back(self.line)

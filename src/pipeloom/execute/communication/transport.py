@@ -155,7 +155,7 @@ class Transport:
         dist.recv(name, process)
         ends = connect(name) if shares_memory else None
         dist.send(torch.tensor([ends is not None]), process)
-        return _Lane("send", peer, process, self._rounds) if ends is None else SharedSender(ends, peer)
+        return _Lane("send", peer, process, self._rounds) if ends is None else SharedSender(ends, f"rank {peer}")
 
     def _receiver(self, peer: int, *, shares_memory: bool) -> "SharedReceiver | _Lane":
         process, is_shared = self._process_of[peer], torch.tensor([False])
@@ -163,7 +163,7 @@ class Transport:
             dist.send(listener.name, process)
             dist.recv(is_shared, process)
             if is_shared:
-                return SharedReceiver(listener.accept(self._timeout.total_seconds()), peer)
+                return SharedReceiver(listener.accept(self._timeout.total_seconds())[1], f"rank {peer}")
         return _Lane("recv", peer, process, self._rounds)
 
     def send(self, tensor: Tensor, peer: int) -> UnderWay:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import BoundaryError, UserError
-from pipeloom.execute.communication.collectives import Finish, already_done
+from pipeloom.execute.communication.group import Finish, already_done
 from pipeloom.execute.processes.world import World, peer_errors
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.kinds import PARTNER_MOVES

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeloom.execute.communication.collectives import Alone, Group, Groups, Job
+from pipeloom.execute.communication.group import Alone, Group, Groups, Job
 from pipeloom.execute.communication.under_way import UnderWay, finish
 from pipeloom.execute.lanes import Lane
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service

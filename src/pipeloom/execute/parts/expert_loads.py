@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import UserError
-from pipeloom.execute.communication.collectives import Finish, Group
+from pipeloom.execute.communication.group import Finish, Group
 from pipeloom.execute.parts.part import Part, RankRow, Service
 from pipeloom.model.experts import Balance, balances_of
 from pipeloom.schedule.kinds import GOES_BACK, GOES_FORTH

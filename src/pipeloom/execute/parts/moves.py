@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import RunError
-from pipeloom.execute.communication.collectives import Finish, Job, already_done
+from pipeloom.execute.communication.group import Finish, Job, already_done
 from pipeloom.execute.communication.under_way import UnderWay
 from pipeloom.execute.communication.wires import Evictions, Wires, evictions
 from pipeloom.execute.lanes import Lanes

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from pipeloom.errors import StallError
 from pipeloom.execute.clock import Mark
-from pipeloom.execute.communication.collectives import Job
+from pipeloom.execute.communication.group import Job
 from pipeloom.execute.communication.under_way import UnderWay
 from pipeloom.execute.lanes import Lanes
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from pipeloom.execute.communication.collectives import Group, Job
+from pipeloom.execute.communication.group import Group, Job
 from pipeloom.execute.stages.flat_order import nothing_whole
 from pipeloom.execute.stages.weights import StageWeights
 from pipeloom.model import Transformer
