@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 from contextlib import closing
 from functools import partial
 
@@ -93,6 +94,7 @@ def uneven(group):
 
 def _rank(check, kind, rendezvous, rank, size):
     world = join_forked(rendezvous, rank, size, "cpu", 20)
+    shared_groups._PIECE_BYTES = 40_000  # less than the large tensors
     if kind is GlooGroup:
         collectives.links_of = lambda *_: {}
     group = own_group([range(size)], world, NOTE)
@@ -136,11 +138,11 @@ def edge(source, target):
         return SharedSender(ends, f"process {target}"), SharedReceiver(listener.accept(5.0)[1], f"process {source}")
 
 
-def pair():
+def pair(timeout_s=0.05):
     """Both ranks of a group of processes 5 and 7, in this one."""
     (there, from_five), (back, from_seven) = edge(5, 7), edge(7, 5)
-    first = SharedGroup({7: Link(there, from_seven)}, (5, 7), 0, timeout_s=0.05)
-    return first, SharedGroup({5: Link(back, from_five)}, (5, 7), 1, timeout_s=0.05)
+    first = SharedGroup({7: Link(there, from_seven)}, (5, 7), 0, timeout_s=timeout_s)
+    return first, SharedGroup({5: Link(back, from_five)}, (5, 7), 1, timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("count", [SMALL, LARGE])
@@ -157,6 +159,27 @@ def test_who_waits_for_a_rank_that_has_ended_stops_and_names_it():
     os.dup2(os.open(os.devnull, os.O_RDWR), second._links[0].sender._ends.messages)
     with pytest.raises(PeerLostError, match="process 7 closed the connection"):
         end()
+
+
+def test_two_ranks_hold_two_pieces_of_a_large_tensor_at_most(monkeypatch):
+    monkeypatch.setattr(shared_groups, "_PIECE_BYTES", 256 * 1024)
+    groups, found = pair(timeout_s=20.0), []
+    tensors = [torch.full((1_000_000,), float(index)) for index in range(2)]
+
+    def sum_up(index):
+        groups[index].all_reduce(tensors[index])()
+        found.append(index)
+
+    threads = [threading.Thread(target=sum_up, args=(index,)) for index in range(2)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert sorted(found) == [0, 1]
+    assert all(tensor.eq(1).all() for tensor in tensors)
+    for group in groups:
+        (link,) = group._links.values()
+        assert os.fstat(link.sender._ends.memory).st_size <= 3 * 256 * 1024
 
 
 def is_open(descriptor):

@@ -1,7 +1,7 @@
 """Collectives of ranks of one host on CPUs, through memory that they share (``shared_memory``)."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ _MOST_RANKS = 16
 """Of a group: each rank has six file descriptors for each other one."""
 _WHOLE_BYTES = 64 * 1024
 """Up to this size ranks exchange whole tensors and all of them sum; above, each sums a part of the tensor for all."""
+_PIECE_BYTES = 4 * 2**20
+"""Largest message of gathers and reductions: between two ranks there are at most two in each direction at any time."""
 _OPS: Mapping[Reduction, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
 
@@ -64,6 +66,12 @@ def links_of(groups: Sequence[Sequence[int]], world: World) -> dict[int, Mapping
     return dict(links)
 
 
+def _pieces(tensor: Tensor, num_parts: int = 1) -> list[slice]:
+    """A flat tensor in pieces, each of which is sent in so many parts; at least one piece."""
+    step = num_parts * _PIECE_BYTES // tensor.element_size()
+    return [slice(begin, begin + step) for begin in range(0, max(1, tensor.numel()), step)]
+
+
 def _of_all(tensor: Tensor, world: World) -> list[Tensor]:
     """A tensor of each process, by rank."""
     found = [torch.empty_like(tensor) for _ in range(world.size)]
@@ -107,30 +115,22 @@ class SharedGroup:
 
     def gather(self, whole: Tensor, part: Tensor) -> Finish:
         """All-gather."""
-        return self.exchange(whole.view(self.size, -1), [part] * self.size)
+        parts, own = whole.view(self.size, -1), part.view(-1)
+        return self._one_by_one(
+            self._exchanging(list(parts[:, piece]), [own[piece]] * self.size) for piece in _pieces(own)
+        )
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Finish:
         """Sum, each rank its part."""
-        parts = whole.view(self.size, -1)
-        receipts = self._start(parts, [part] * self.size)
-        return self._finish(lambda: self._reduce(parts[self.index], receipts, part, "sum"))
+        parts, own = whole.view(self.size, -1), part.view(-1)
+        return self._one_by_one(self._reducing(list(parts[:, piece]), own[piece], "sum") for piece in _pieces(own))
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Finish:
         """All-reduce."""
         flat = tensor.view(-1)
         if tensor.nbytes <= _WHOLE_BYTES:
-            each = [flat] * self.size
-            receipts = self._start(each, each)
-            return self._finish(lambda: self._reduce(flat, receipts, flat, reduction))
-        parts = flat.tensor_split(self.size)
-        own = [parts[self.index]] * self.size
-        receipts = self._start(parts, own)
-
-        def reduce_and_gather() -> None:
-            self._reduce(own[0], receipts, own[0], reduction)
-            self._copy(parts, self._start(own, parts))
-
-        return self._finish(reduce_and_gather)
+            return self._one_by_one(iter([self._reducing([flat] * self.size, flat, reduction)]))
+        return self._one_by_one(self._sharing(flat[piece], reduction) for piece in _pieces(flat, self.size))
 
     def pass_on(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Finish:
         """Send to the next rank and receive from the one before."""
@@ -145,13 +145,46 @@ class SharedGroup:
 
         return self._finish(copy)
 
-    def exchange(self, received: Sequence[Tensor] | Tensor, sent: Sequence[Tensor]) -> Finish:
+    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Finish:
         """All-to-all."""
+        return self._one_by_one(iter([self._exchanging(received, sent)]))
+
+    def _sharing(self, tensor: Tensor, reduction: Reduction) -> Callable[[], None]:
+        """Start an all-reduce in which each rank reduces a part; returns what does the rest."""
+        parts = tensor.tensor_split(self.size)
+        own = parts[self.index]
+        reduce = self._reducing(parts, own, reduction)
+
+        def reduce_and_gather() -> None:
+            reduce()
+            self._copy(parts, self._start([own] * self.size, parts))
+
+        return reduce_and_gather
+
+    def _reducing(self, parts: Sequence[Tensor], result: Tensor, reduction: Reduction) -> Callable[[], None]:
+        """Send each other rank its part; returns what combines this rank's part with those of the others."""
+        own = parts[self.index]
+        receipts = self._start(parts, [own] * self.size)
+        return lambda: self._reduce(own, receipts, result, reduction)
+
+    def _exchanging(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Callable[[], None]:
+        """Send each other rank its tensor; returns what takes those of the others."""
         receipts = self._start(sent, received)
         received[self.index].copy_(sent[self.index])
-        return self._finish(lambda: self._copy(received, receipts))
+        return lambda: self._copy(received, receipts)
 
-    def _start(self, sent: Sequence[Tensor] | Tensor, received: Sequence[Tensor] | Tensor) -> dict[int, Receipt]:
+    def _one_by_one(self, begun: Iterator[Callable[[], None]]) -> Finish:
+        """Finish operations, of which the first begins now, and each other one when the one before it has ended."""
+        first = next(begun)
+
+        def work() -> None:
+            first()
+            for finish in begun:
+                finish()
+
+        return self._finish(work)
+
+    def _start(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> dict[int, Receipt]:
         """Send each other rank its tensor, and expect one like these from each; empty ones are not sent."""
         for other in self._others:
             if sent[other].numel():
@@ -186,9 +219,7 @@ class SharedGroup:
         for receipt in receipts.values():
             receipt.give_back()
 
-    def _copy(
-        self, received: Sequence[Tensor] | Tensor | Mapping[int, Tensor], receipts: Mapping[int, Receipt]
-    ) -> None:
+    def _copy(self, received: Sequence[Tensor] | Mapping[int, Tensor], receipts: Mapping[int, Receipt]) -> None:
         for other, receipt in receipts.items():
             self._wait(other, receipt)
             received[other].copy_(receipt.seen())
