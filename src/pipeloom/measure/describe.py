@@ -180,9 +180,8 @@ def _products(findings: Findings, precision: str) -> str:
 
 def _collective_notes(findings: Findings) -> dict[str, list[str]]:
     notes: dict[str, list[str]] = {}
-    backend = "NCCL" if findings.host.kind == "cuda" else "gloo"
     for found in findings.collectives:
-        begin = [f"{found.ranks} processes of a host, {backend}; the bytes are those of the whole tensor."]
+        begin = [f"{found.ranks} processes of a host; the bytes are those of the whole tensor."]
         lines = notes.setdefault(f"collectives.{found.ranks}", begin)
         lines.append(f"{found.collective}: {_points(found.points)}.")
     return notes

@@ -1,4 +1,4 @@
-"""Times messages between processes, and collectives, of several sizes. gloo on CPUs, NCCL on CUDA devices."""
+"""Times messages between processes, and collectives, of several sizes, with the transport and the groups of a run."""
 
 import time
 from collections.abc import Callable, Sequence

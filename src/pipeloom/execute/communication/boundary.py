@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -25,9 +26,9 @@ class TensorSpec:
         """The spec of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Its bytes; each message is compared with them."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: torch.device | str) -> torch.Tensor:

@@ -208,7 +208,7 @@ class SharedGroup:
         """Combine this rank's tensor with those of the others; it may be the result's memory, and stays otherwise."""
         for other, receipt in receipts.items():
             self._wait(other, receipt)
-        parts = [receipts[rank].seen() if rank in receipts else own for rank in range(self.size)]
+        parts = [receipts[rank].view() if rank in receipts else own for rank in range(self.size)]
         if own.dtype.itemsize < torch.float32.itemsize and reduction == "sum":
             torch.sum(torch.stack(parts), 0, out=result)  # which rounds once
         else:
@@ -222,7 +222,7 @@ class SharedGroup:
     def _copy(self, received: Sequence[Tensor] | Mapping[int, Tensor], receipts: Mapping[int, Receipt]) -> None:
         for other, receipt in receipts.items():
             self._wait(other, receipt)
-            received[other].copy_(receipt.seen())
+            received[other].copy_(receipt.view())
             receipt.give_back()
 
     def _wait(self, other: int, receipt: Receipt) -> None:

@@ -18,7 +18,6 @@ import struct
 import termios
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
@@ -160,19 +159,20 @@ class _Block:
         size: in bytes.
     """
 
-    __slots__ = ("_bytes", "_tensor", "offset", "size")
+    __slots__ = ("_bytes", "_dtype", "_shape", "_tensor", "offset", "size")
 
     def __init__(self, memory: int, offset: int, size: int) -> None:
         self.offset, self.size = offset, size
         self._bytes = self._tensor = torch.frombuffer(mmap.mmap(memory, size, offset=offset), dtype=torch.uint8)
+        self._shape, self._dtype = tuple(self._bytes.shape), torch.uint8
 
-    def seen_as(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The block as a tensor; it is usually that of the message before."""
-        tensor = self._tensor
-        if tensor.dtype is not dtype or tensor.shape != shape:
+        if self._dtype is not dtype or self._shape != shape:
             size = math.prod(shape) * dtype.itemsize
-            tensor = self._tensor = self._bytes[:size].view(dtype).view(tuple(shape))
-        return tensor
+            self._tensor = self._bytes[:size].view(dtype).view(shape)
+            self._shape, self._dtype = tuple(shape), dtype
+        return self._tensor
 
 
 @lru_cache(maxsize=1024)
@@ -221,7 +221,7 @@ class SharedSender:
         blocks = self._free[size]
         block = blocks.pop() if blocks else self._returned(size) or self._grown(size, num_bytes)
         self._used[block.offset] = block
-        block.seen_as(tensor.shape, tensor.dtype).copy_(tensor)
+        block.view(tensor.shape, tensor.dtype).copy_(tensor)
         end_s = time.perf_counter()
         try:
             os.write(self._ends.messages, _LINE.pack(block.offset, block.size, num_bytes, end_s))
@@ -324,7 +324,7 @@ class SharedReceiver:
         (unread,) = struct.unpack("i", fcntl.ioctl(self._ends.messages, termios.FIONREAD, bytes(4)))
         return waiting.index(receipt) < unread // _LINE.size
 
-    def seen(self, line: _Line | None, spec: TensorSpec) -> Tensor:
+    def view(self, line: _Line | None, spec: TensorSpec) -> Tensor:
         """The tensor of a message, in its block; see ``give_back``."""
         if line is None:
             raise PeerLostError(f"{self._peer} closed the connection")
@@ -334,10 +334,11 @@ class SharedReceiver:
         block = self._blocks.get(offset)
         if block is None:
             block = self._blocks[offset] = _Block(self._ends.memory, offset, size)
-        return block.seen_as(spec.shape, spec.dtype)
+        return block.view(spec.shape, spec.dtype)
 
-    def give_back(self, line: _Line) -> None:
+    def give_back(self, line: _Line | None) -> None:
         """Let the sender use the block of a message again."""
+        assert line is not None, "nothing has arrived"
         self._used.append(line[0])
         self._used_bytes += line[2]
         if len(self._used) >= _KEPT_BLOCKS or self._used_bytes >= _KEPT_BYTES:
@@ -393,15 +394,14 @@ class Receipt(UnderWay):
             PeerLostError: the other rank ended.
             BoundaryError: it sent another number of bytes.
         """
-        tensor = self.seen().clone()
-        self.give_back()
+        tensor = self._receiver.view(self.line, self._spec).clone()
+        self._receiver.give_back(self.line)
         return tensor
 
-    def seen(self) -> Tensor:
+    def view(self) -> Tensor:
         """The tensor in the memory of its message, until ``give_back``; errors as of ``take``."""
-        return self._receiver.seen(self.line, self._spec)
+        return self._receiver.view(self.line, self._spec)
 
     def give_back(self) -> None:
         """Let the sender use that memory again."""
-        assert self.line is not None, "nothing has arrived"
         self._receiver.give_back(self.line)

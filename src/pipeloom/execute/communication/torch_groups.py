@@ -72,7 +72,7 @@ class NcclGroup:
 
 
 class GlooGroup(NcclGroup):
-    """A group on CPUs, whose collectives are messages between all pairs of ranks.
+    """A group on CPUs of several hosts, whose collectives are messages between all pairs of ranks.
 
     Every rank posts its receives before its sends. Gloo's own collectives send first: if one rank is later than
     another, its ready message queues behind its data on the same connection, and the two directions run one after the
