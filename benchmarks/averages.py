@@ -17,14 +17,14 @@ from statistics import median
 from rich.table import Table
 
 from peers.case import Program, Row, Size
-from peers.launch import launch
+from peers.launch import run_alone
 from peers.start import write_start
 from side_by_side.case import Link
 from side_by_side.hosts import why_not
 from side_by_side.results import load_noted, machine, wide_console
 
 LATENCY_MS = 5
-SIZE = Size(name="averages", warmup=1, timed=6)
+SIZE = Size(name="averages", warmup=1, turns=1, timed=5)
 
 
 def row_of(rate: int, every: int) -> Row:
@@ -56,7 +56,8 @@ def main() -> int:
             write_start(SIZE, Path(folder))
             for _ in range(chosen.rounds):
                 for program in row.programs:
-                    found[program.name] += launch(row, program, SIZE, Path(folder)).seconds
+                    one = run_alone(row, program, SIZE, Path(folder), SIZE.steps)
+                    found[program.name] += one.steps.seconds
         table = Table(
             "way",
             "update, ms",

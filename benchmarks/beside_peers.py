@@ -1,15 +1,17 @@
 """pipeloom beside other training programs, with real compute. Run by ``make bench-peers``.
 
-All programs begin with pipeloom's weights, read its batches and have to compute its losses to five digits. Each is
-started afresh in each round, one after the other.
+All programs begin with pipeloom's weights, read its batches and have to compute its losses to five digits. Each runs by
+itself first, for the time of its start and its memory. Then all programs of a row run in turns of a few steps, while
+the others are stopped.
 
-    python benchmarks/beside_peers.py [--rows TEXT ...] [--size small large] [--rounds 2] [--folder outputs/peers]
+    python benchmarks/beside_peers.py [--rows TEXT ...] [--size small large] [--folder outputs/peers]
 """
 
 import argparse
 import signal
 import sys
 import tempfile
+from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,38 +19,48 @@ from pathlib import Path
 from rich.console import Console
 
 from peers.case import ROWS, SIZES, Program, Row, Size
-from peers.launch import launch, why_skipped
+from peers.launch import Alone, run_alone, run_in_turns, why_skipped
 from peers.start import write_start
 from peers.table import Measured, show, write
+from pipeloom.system.host_memory import available_memory
+from pipeloom.terminal.words import format_bytes
 from side_by_side.results import load_noted, machine, wide_console
 
 
-def measure(row: Row, size: Size, start: Path, rounds: int, console: Console) -> Measured:
-    """Run all programs of a row that can run here, in turn."""
-    programs: list[Program] = []
-    for program in row.programs:
-        reason = why_skipped(row, program)
-        if reason is None:
-            programs.append(program)
-        else:
-            console.print(f"Skipped: {row.name}, {program.name}: {reason}.")
+def measure(row: Row, size: Size, start: Path, console: Console) -> Measured:
+    """Run all programs of a row that can run here, each by itself and then all in turns."""
     with load_noted() as load:
         measured = Measured(row, size, load)
-        for number in range(rounds):
-            # Each round begins with another one.
-            for program in programs if number == 0 else _turned(programs, number):
-                try:
-                    measured.rounds.setdefault(program, []).append(launch(row, program, size, start))
-                except RuntimeError as error:
-                    console.print(f"ERROR: {error}", markup=False)
-                    measured.failed = True
-        measured.rounds = {program: found for program, found in measured.rounds.items() if found}
+        for program in row.programs:
+            reason = why_skipped(row, program)
+            if reason is not None:
+                console.print(f"Skipped: {row.name}, {program.name}: {reason}.")
+                continue
+            try:
+                measured.alone[program] = run_alone(row, program, size, start, size.warmup + 2)
+            except RuntimeError as error:
+                _note(error, measured, console)
+        for together in _fitting(measured.alone, row, console):
+            found, errors = run_in_turns(row, together, size, start)
+            measured.in_turns |= found
+            for error in errors:
+                _note(error, measured, console)
     return measured
 
 
-def _turned(programs: list[Program], by: int) -> list[Program]:
-    by %= len(programs) or 1
-    return programs[by:] + programs[:by]
+def _note(error: RuntimeError, measured: Measured, console: Console) -> None:
+    console.print(f"ERROR: {error}", markup=False)
+    measured.failed = True
+
+
+def _fitting(alone: Mapping[Program, Alone], row: Row, console: Console) -> list[list[Program]]:
+    """The programs that run at the same time: all, or each by itself where memory does not suffice for all."""
+    needed, free = sum(one.memory_bytes for one in alone.values()), available_memory().size_bytes
+    if needed <= free:
+        return [list(alone)]
+    what = f"all programs at once need {format_bytes(needed)}, {format_bytes(free)} are free"
+    console.print(f"{row.name}: {what}; so they run one after the other, and a disturbance counts for one of them.")
+    return [[program] for program in alone]
 
 
 def versions() -> dict[str, str]:
@@ -69,7 +81,6 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--rows", nargs="+", default=[""], help="names of the rows to run, or parts of them")
     options.add_argument("--size", nargs="+", choices=[size.name for size in SIZES], default=["small"])
-    options.add_argument("--rounds", type=int, default=2, help="how often each program is started")
     options.add_argument("--folder", type=Path, default=Path("outputs/peers"))
     chosen, console = options.parse_args(), wide_console()
     console.print(f"{machine('ordinary scheduling: other load on this machine counts') | versions()}\n")
@@ -78,13 +89,13 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
             write_start(size, Path(folder))
             for row in chosen_rows(chosen.rows):
-                one = measure(row, size, Path(folder), chosen.rounds, console)
+                one = measure(row, size, Path(folder), console)
                 found.append(one)
-                if one.rounds:
+                if one.in_turns:
                     write(found, chosen.folder / "peers.csv")
     show(found, console)
     console.print(f"Written to {chosen.folder}: peers.csv")
-    return int(any(one.failed or any(map(one.is_error, one.rounds)) for one in found))
+    return int(any(one.failed or any(map(one.is_error, one.in_turns)) for one in found))
 
 
 if __name__ == "__main__":

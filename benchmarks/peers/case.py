@@ -19,7 +19,8 @@ class Size:
         num_microbatches: of a step, over all replicas.
         microbatch_size: sequences.
         warmup: steps of a program before those that count.
-        timed: steps that count.
+        turns: how often a program runs while the others of its row are stopped.
+        timed: steps of a turn that count; the first one of a turn, which was stopped in its middle, is not among them.
         path: folder of the text that is read; ``None`` for the default of pipeloom.
     """
 
@@ -31,13 +32,14 @@ class Size:
     num_microbatches: int = 8
     microbatch_size: int = 2
     warmup: int = 2
-    timed: int = 12
+    turns: int = 6
+    timed: int = 3
     path: str | None = None
 
     @property
     def steps(self) -> int:
-        """Of a run. During the last, memory is read, so it does not count."""
-        return self.warmup + self.timed + 1
+        """Of a run. The last one does not count: it is under way when a program is ended, or memory is read in it."""
+        return self.warmup + self.turns * (1 + self.timed) + 1
 
     @property
     def batch_size(self) -> int:
@@ -56,12 +58,19 @@ class Size:
             },
             "data": data,
             "optimizer": {"name": "adamw"},
-            "training": {"steps": self.steps, "predict": False, "validation_batches": 0, "sample_tokens": 0},
+            "training": {
+                "steps": self.steps,
+                "predict": False,
+                "validation_batches": 0,
+                "sample_tokens": 0,
+                # A program is stopped while the others take their turns.
+                "stall_timeout_s": 600.0,
+            },
             "checkpoint": {"final": "none"},
         }
 
 
-SIZES = (Size(name="small"), Size(name="large", hidden_size=512, num_heads=8, warmup=1, timed=2))
+SIZES = (Size(name="small"), Size(name="large", hidden_size=512, num_heads=8, warmup=1, turns=3, timed=1))
 
 
 @dataclass(frozen=True)

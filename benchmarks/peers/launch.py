@@ -8,12 +8,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Self
 
 from peers.case import Program, Row, Size
 from peers.start import RUN, START
@@ -22,25 +23,37 @@ from side_by_side.hosts import INTERFACE, enter, shaped_hosts, why_not
 from user_environment import user_environment
 
 _LIMIT_S = 240.0
+"""Longest wait for the steps of a turn."""
 _GLANCE_S = 0.01
 _KIB = 1024
 
 
 @dataclass(frozen=True)
-class Launched:
-    """What came of a program that was started once.
+class Steps:
+    """Steps of a program.
 
     Attributes:
-        losses: of all steps.
-        seconds: of the steps that count.
-        start_s: from the command to the end of the first step.
-        memory_bytes: proportional set size of all processes, the largest seen during the last step.
+        losses: of all.
+        seconds: of those that count.
     """
 
     losses: list[float]
     seconds: list[float]
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What came of a program that ran by itself.
+
+    Attributes:
+        start_s: from the command to the end of the first step.
+        memory_bytes: proportional set size of all processes, the largest seen during the last step.
+        steps: what the program wrote for each step.
+    """
+
     start_s: float
     memory_bytes: int
+    steps: Steps
 
 
 def why_skipped(row: Row, program: Program) -> str | None:
@@ -50,49 +63,177 @@ def why_skipped(row: Row, program: Program) -> str | None:
     return why_not() if row.link is not None else None
 
 
-def launch(row: Row, program: Program, size: Size, start: Path) -> Launched:
-    """Run a program until all of its steps are done, then end it.
+def run_alone(row: Row, program: Program, size: Size, start: Path, num_steps: int) -> Alone:
+    """Run some steps of a program with nothing beside it, and end it.
 
     Args:
         row: the layout.
         program: what trains.
         size: of the model.
         start: folder that ``write_start`` wrote to.
+        num_steps: of which those behind the warm-up count, but for the last one, in which memory is read.
 
     Raises:
         RuntimeError: it ended early, or took too long; with what it printed.
     """
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeloom-")))
-        hosts = None if row.link is None else stack.enter_context(shaped_hosts(row.num_ranks, row.link))
-        words, lines = _words(row, program, size, start, folder)
-        printed = stack.enter_context((folder / "printed.txt").open("wb"))
-        port, begin_s, started = _free_port(), time.monotonic(), []
-        try:
-            # pipeloom starts the ranks of one host itself.
-            forks = program.kind == "pipeloom" and hosts is None
-            for rank in range(1 if forks else row.num_ranks):
-                given = _environment(row.threads) | ({} if forks else _place(rank, row.num_ranks, hosts, port))
-                inside = None if hosts is None else partial(enter, hosts[rank])
-                started.append(
-                    subprocess.Popen(  # one thread runs here, so the function before the command is safe
-                        words,
-                        env=given,
-                        stdout=printed,
-                        stderr=printed,
-                        start_new_session=True,
-                        preexec_fn=inside,  # noqa: PLW1509
-                    )
+    with _hosts(row) as hosts, _Running(row, program, size, start, hosts) as running:
+        running.until(1)
+        start_s = time.monotonic() - running.begin_s
+        running.until(num_steps - 1)
+        memory = 0
+        while running.num_steps < num_steps:
+            memory = max(memory, running.memory_bytes())
+            time.sleep(_GLANCE_S)
+            running.check()
+        return Alone(start_s, memory, running.steps(range(size.warmup, num_steps - 1)))
+
+
+def run_in_turns(
+    row: Row, programs: Sequence[Program], size: Size, start: Path
+) -> tuple[dict[Program, Steps], list[RuntimeError]]:
+    """Run all programs at the same time, of which one computes and all others are stopped, in turns of a few steps.
+
+    A machine that other programs disturb for seconds or minutes then disturbs all of them alike.
+
+    Args:
+        row: the layout.
+        programs: what trains.
+        size: of the model, and of the turns.
+        start: folder that ``write_start`` wrote to.
+
+    Returns:
+        The steps of each program, and the errors of those that ended early or took too long.
+    """
+    failed: list[RuntimeError] = []
+    with _hosts(row) as hosts, ExitStack() as stack:
+        under_way: dict[_Running, list[int]] = {}
+        for program in programs:
+            running = stack.enter_context(_Running(row, program, size, start, hosts))
+            under_way[running] = []
+        for turn in range(-1, size.turns):
+            for running in _rotated(list(under_way), turn):
+                try:
+                    counted = running.turn(size.warmup, 0) if turn < 0 else running.turn(1, size.timed)
+                    under_way[running] += counted
+                except RuntimeError as error:
+                    failed.append(error)
+                    del under_way[running]
+        return {running.program: running.steps(counted) for running, counted in under_way.items()}, failed
+
+
+def _rotated(running: "list[_Running]", by: int) -> "list[_Running]":
+    """Each turn begins with another program, but for the first, in which they are started."""
+    by = max(0, by) % max(1, len(running))
+    return running[by:] + running[:by]
+
+
+@contextmanager
+def _hosts(row: Row) -> Iterator[list[str] | None]:
+    """The hosts of a row's ranks; ``None`` for this one."""
+    if row.link is None:
+        yield None
+        return
+    with shaped_hosts(row.num_ranks, row.link) as hosts:
+        yield hosts
+
+
+class _Running:
+    """The processes of a program, started when they get their first turn, and ended with the context.
+
+    Attributes:
+        program: what trains.
+        begin_s: when they were started.
+        num_steps: lines of steps so far.
+    """
+
+    def __init__(self, row: Row, program: Program, size: Size, start: Path, hosts: Sequence[str] | None) -> None:
+        self.program, self.begin_s, self.num_steps = program, 0.0, 0
+        self._row, self._hosts, self._stack = row, hosts, ExitStack()
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeloom-")))
+        self._words, self._lines = _words(row, program, size, start, self._folder)
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._signal(signal.SIGKILL)
+        for process in self._started:
+            process.wait()
+        self._stack.close()
+
+    def _start(self) -> None:
+        row, hosts = self._row, self._hosts
+        printed = self._stack.enter_context((self._folder / "printed.txt").open("wb"))
+        port, self.begin_s = _free_port(), time.monotonic()
+        # pipeloom starts the ranks of one host itself.
+        forks = self.program.kind == "pipeloom" and hosts is None
+        for rank in range(1 if forks else row.num_ranks):
+            given = _environment(row.threads) | ({} if forks else _place(rank, row.num_ranks, hosts, port))
+            inside = None if hosts is None else partial(enter, hosts[rank])
+            self._started.append(
+                subprocess.Popen(  # one thread runs here, so the function before the command is safe
+                    self._words,
+                    env=given,
+                    stdout=printed,
+                    stderr=printed,
+                    start_new_session=True,
+                    preexec_fn=inside,  # noqa: PLW1509
                 )
-            return _watched(started, lines, size, begin_s)
-        except RuntimeError as error:
-            output = (folder / "printed.txt").read_text(encoding="utf-8", errors="replace")
-            raise RuntimeError(f"{row.name}, {program.name}: {error}\n{output[-3000:]}") from error
-        finally:
-            for process in started:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            )
+
+    def turn(self, skipped: int, counted: int) -> list[int]:
+        """Let it run for some steps and stop it within the next one; returns the numbers of those that count.
+
+        Raises:
+            RuntimeError: it ended early, or took too long; with what it printed.
+        """
+        if self._started:
+            self.check()  # a step may have ended while the program was stopped
+            self._signal(signal.SIGCONT)
+        first = self.num_steps + skipped
+        self.until(first + counted)
+        self._signal(signal.SIGSTOP)
+        return list(range(first, first + counted))
+
+    def until(self, num_steps: int) -> None:
+        """Wait until so many steps are done; errors as of ``turn``."""
+        if not self._started:
+            self._start()
+        limit_s = time.monotonic() + _LIMIT_S
+        while self.num_steps < num_steps:
+            self.check()
+            if time.monotonic() > limit_s:
+                raise self._failed(f"no step {num_steps} after {_LIMIT_S:g} s")
+            time.sleep(_GLANCE_S)
+
+    def check(self) -> None:
+        """Count the steps.
+
+        Raises:
+            RuntimeError: a process ended early.
+        """
+        self.num_steps = self._lines.read_bytes().count(b"\n") if self._lines.exists() else 0
+        if any(process.poll() for process in self._started):
+            raise self._failed("a process ended early")
+
+    def memory_bytes(self) -> int:
+        """Proportional set size of all of its processes."""
+        return sum(_pss_bytes(pid) for pid in _descendants({one.pid for one in self._started}))
+
+    def steps(self, counted: Sequence[int]) -> Steps:
+        """Those so far."""
+        lines = [json.loads(line) for line in self._lines.read_bytes().splitlines()[: self.num_steps]]
+        return Steps([line["loss"] for line in lines], [lines[number]["step_time_s"] for number in counted])
+
+    def _signal(self, number: int) -> None:
+        for process in self._started:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+    def _failed(self, why: str) -> RuntimeError:
+        output = (self._folder / "printed.txt").read_text(encoding="utf-8", errors="replace")
+        return RuntimeError(f"{self._row.name}, {self.program.name}: {why}\n{output[-3000:]}")
 
 
 def _words(row: Row, program: Program, size: Size, start: Path, folder: Path) -> tuple[list[str], Path]:
@@ -126,28 +267,6 @@ def _place(rank: int, size: int, hosts: Sequence[str] | None, port: int) -> dict
         where["GLOO_SOCKET_IFNAME"] = INTERFACE
     each = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if hosts is not None else {"LOCAL_RANK": str(rank)}
     return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(port), **where, **each}
-
-
-def _watched(started: list[subprocess.Popen[bytes]], lines: Path, size: Size, begin_s: float) -> Launched:
-    start_s, memory = 0.0, 0
-    while True:
-        found = lines.read_bytes() if lines.exists() else b""
-        done = found.count(b"\n")
-        now_s = time.monotonic() - begin_s
-        if done and not start_s:
-            start_s = now_s
-        if done == size.steps:
-            break
-        if any(process.poll() for process in started):
-            raise RuntimeError("a process ended early")
-        if now_s > _LIMIT_S:
-            raise RuntimeError(f"no end after {_LIMIT_S:g} s")
-        if done == size.steps - 1:
-            memory = max(memory, sum(_pss_bytes(pid) for pid in _descendants({one.pid for one in started})))
-        time.sleep(_GLANCE_S)
-    steps = [json.loads(line) for line in found.splitlines()]
-    seconds = [line["step_time_s"] for line in steps][size.warmup : size.steps - 1]
-    return Launched([line["loss"] for line in steps], seconds, start_s, memory)
 
 
 def _descendants(pids: set[int]) -> set[int]:

@@ -5,7 +5,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from peers.case import Program, Row, Size
-from peers.launch import Launched
+from peers.launch import Alone, Steps
 from side_by_side.results import Load, Target
 
 _FIVE_DIGITS = 2e-5
@@ -28,7 +27,8 @@ class Measured:
     Attributes:
         row: the layout.
         size: of the model.
-        rounds: of each program, in the order in which they ran.
+        alone: each program by itself, for time of the start and memory.
+        in_turns: the steps of each program in turns with the others.
         load: of the machine.
         failed: whether a program ended early.
     """
@@ -36,21 +36,19 @@ class Measured:
     row: Row
     size: Size
     load: Load
-    rounds: dict[Program, list[Launched]] = field(default_factory=dict)
+    alone: dict[Program, Alone] = field(default_factory=dict)
+    in_turns: dict[Program, Steps] = field(default_factory=dict)
     failed: bool = False
 
     def median_s(self, program: Program) -> float:
         """Of all steps that count."""
-        return statistics.median(self._seconds(program))
-
-    def _seconds(self, program: Program) -> list[float]:
-        return [second for launched in self.rounds[program] for second in launched.seconds]
+        return statistics.median(self.in_turns[program].seconds)
 
     def off(self, program: Program) -> float:
         """Largest relative distance of a loss from that of pipeloom in the same step, of the first few."""
-        mine, reference = self.rounds[program], next(iter(self.rounds.values()))[0].losses
-        both = [zip(one.losses, reference, strict=True) for one in mine]
-        return max(abs(a / b - 1) for losses in both for a, b in islice(losses, _COMPARED))
+        reference = next(iter(self.in_turns.values())).losses
+        both = zip(self.in_turns[program].losses[:_COMPARED], reference, strict=False)
+        return max(abs(a / b - 1) for a, b in both)
 
     def is_error(self, program: Program) -> bool:
         """Whether it did not compute what pipeloom did, to five digits."""
@@ -60,14 +58,14 @@ class Measured:
     @property
     def best_peer(self) -> Program | None:
         """The fastest of the others."""
-        peers = [one for one in self.rounds if one.kind != "pipeloom" and not self.is_error(one)]
+        peers = [one for one in self.in_turns if one.kind != "pipeloom" and not self.is_error(one)]
         return min(peers, key=self.median_s, default=None)
 
     @property
     def target(self) -> Target | None:
         """pipeloom's best program and the best peer; ``None`` without a peer."""
         best, limit = self.best_peer, self.row.limit if self.size.name == "small" else 1.0
-        own = [one for one in self.rounds if one.kind == "pipeloom"]
+        own = [one for one in self.in_turns if one.kind == "pipeloom"]
         if best is None or not own:
             return None
         fastest = min(own, key=self.median_s)
@@ -78,22 +76,21 @@ class Measured:
         """A line for each program."""
         best = self.best_peer
         found = []
-        for program, rounds in self.rounds.items():
-            seconds = self._seconds(program)
+        for program, steps in self.in_turns.items():
             found.append(
                 {
                     "size": self.size.name,
                     "row": self.row.name,
                     "program": program.name,
                     "median_ms": round(self.median_s(program) * 1e3, 1),
-                    "min_ms": round(min(seconds) * 1e3, 1),
-                    "max_ms": round(max(seconds) * 1e3, 1),
+                    "min_ms": round(min(steps.seconds) * 1e3, 1),
+                    "max_ms": round(max(steps.seconds) * 1e3, 1),
                     "to_best_peer": None if best is None else round(self.median_s(program) / self.median_s(best), 3),
-                    "memory_mb": round(statistics.median(one.memory_bytes for one in rounds) / 1e6),
-                    "start_s": round(statistics.median(one.start_s for one in rounds), 2),
+                    "memory_mb": round(self.alone[program].memory_bytes / 1e6),
+                    "start_s": round(self.alone[program].start_s, 2),
                     "loss_off": float(f"{self.off(program):.1e}"),
                     "is_error": self.is_error(program),
-                    "rounds": len(rounds),
+                    "steps": len(steps.seconds),
                     "load_before": round(self.load.before, 1),
                     "load_after": round(self.load.after, 1),
                 }
