@@ -55,7 +55,7 @@ def predicted(model, recompute, **changes):
         precision="fp32",
         **changes,
     )
-    return kept_bytes(run, Software(name="", norm_copy_bytes=4))
+    return kept_bytes(run, Software(name="", norm_copy_bytes=4, fuses_gates=True))
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

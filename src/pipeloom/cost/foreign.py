@@ -61,8 +61,8 @@ def layer_activation_bytes(
     shape, size, operand = run.shape, run.element_bytes, NARROW_BYTES if narrow_operands else run.element_bytes
     norms = 2 * (size + operand)
     whole = shape.hidden * (norms + (2 if dropout else 0) + (0 if run.fused_norm else 2 * norm_copies))
-    # All but the block's output, which is the operand of a product.
-    inner = (shape.kind.inner_kept - 1 - (fuses_gates and shape.kind.gates > 1)) * size + operand
+    # All but the block's output, which is the operand of a product; an activated gate, which pipeloom does not keep.
+    inner = (shape.kind.inner_kept - 1 + (shape.kind.gates > 1 and not fuses_gates)) * size + operand
     split = size * (2 * shape.query_width + 2 * shape.kv_width) + inner * dense_inner(shape)
     split += operand * shape.query_width if narrow_operands else 0.0
     scores = 0.0

@@ -14,11 +14,11 @@ a sequence, n in a micro-batch, t tensor-parallel ranks, m = n / t with sequence
                          effect, for which the kernel makes its masks again
     norms of queries     input and deviation as above, for (Q + G) n / t elements, and for (a + k) n / t heads, k of
     and keys             them key heads, or for 2 n norms of all heads; no output
-    GELU, SwiGLU         input and output 2 e F n / t; gate, up, activated gate and product 4 e F n / t
+    GELU, SwiGLU         input and output 2 e F n / t; gate, up and product 3 e F n / t
     experts              in place of the block's input and SwiGLU: the router's input e H m and scores e' E m; indices
                          and weights of the k experts of each token, ((8 + e') k + e') m and e k n; for each of the k n
                          pairs of a token and an expert a row out of it, e H, for each that is not dropped its place, 8,
-                         and for each that the rank computes a row into it, e H, and 4 e F / t; where ranks share
+                         and for each that the rank computes a row into it, e H, and 3 e F / t; where ranks share
                          experts also its place, 8; of shared ones their SwiGLU, and with sequence parallelism their
                          input e H n
     rotary positions     cosines and sines of a sequence, 2 e' s Q / a, once per stage, if no layer is fully recomputed;
@@ -153,8 +153,8 @@ class Kept:
         family, reads = self.run.shape.kind, self._reads
         if flows:
             return family.inner_kept - (not reads("down"))
-        # An activation keeps its input; the product of two keeps what the gradient of the other needs.
-        gated = 2 * reads("gate") + reads("up") if family.gates > 1 else reads("up")
+        # The gradient of up takes the gate, that of the gate both.
+        gated = max(2 * reads("gate"), reads("up")) if family.gates > 1 else reads("up")
         return gated + reads("down")
 
     def has_core(self) -> bool:

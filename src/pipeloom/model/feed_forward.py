@@ -3,7 +3,9 @@
 # ruff: noqa: N806 (upper-case letters in names are shapes)
 
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,7 +24,7 @@ class GatedFeedForward(nn.Module):
     def __init__(self, hidden_size: int, ffn_size: int, parallel: TensorParallel, gate: str = "silu") -> None:
         super().__init__()
         self._parallel = parallel
-        self._activation = functional.silu if gate == "silu" else partial(functional.gelu, approximate="tanh")
+        self._gate = gate
         self.gate = ColumnParallelLinear(hidden_size, ffn_size, bias=False, parallel=parallel)
         self.up = ColumnParallelLinear(hidden_size, ffn_size, bias=False, parallel=parallel)
         self.down = RowParallelLinear(ffn_size, hidden_size, bias=False, parallel=parallel)
@@ -35,7 +37,40 @@ class GatedFeedForward(nn.Module):
         """The input of ``down``."""
         x_BTH = self._parallel.enter(x)
         gate_BTF, up_BTF = project(x_BTH, self.gate, self.up)
-        return self._activation(gate_BTF) * up_BTF
+        return _Gated.apply(gate_BTF, up_BTF, self._gate)
+
+
+_ACTIVATIONS = {"silu": functional.silu, "gelu": partial(functional.gelu, approximate="tanh")}
+_GRADIENTS = {
+    "silu": torch.ops.aten.silu_backward,
+    "gelu": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+}
+"""(gradient of the output, input) -> gradient of the input."""
+
+
+class _Gated(torch.autograd.Function):
+    """``activation(gate) * up``: saves its inputs alone, and computes the activated gate again in the backward.
+
+    Autograd would save that, too: of a layer of a llama, 14 % of all bytes.
+    """
+
+    @staticmethod
+    def forward(*args: Any, **_: Any) -> Any:
+        ctx, gate, up, name = args
+        ctx.name = name
+        # The gradient of `up` takes no `up`.
+        ctx.save_for_backward(gate, up if ctx.needs_input_grad[0] else None)
+        return _ACTIVATIONS[name](gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *args: Any) -> Any:
+        (gradient,), (gate, up) = args, ctx.saved_tensors
+        of_gate, of_up, _ = ctx.needs_input_grad
+        return (
+            _GRADIENTS[ctx.name](gradient * up, gate) if of_gate else None,
+            _ACTIVATIONS[ctx.name](gate).mul_(gradient) if of_up else None,
+            None,
+        )
 
 
 class GeluFeedForward(nn.Module):

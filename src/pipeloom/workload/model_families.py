@@ -87,7 +87,7 @@ MODELS.add(
     ModelFamily(
         summary="RMSNorm, rotary positions, SwiGLU, grouped-query attention",
         gates=2,
-        inner_kept=4,  # gate, up, activated gate and product
+        inner_kept=3,  # gate, up and product
         inner_moved=5,  # the activation reads one and writes one, the product reads two and writes one
         is_rotary=True,
         qkv_biases=False,
