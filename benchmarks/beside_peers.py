@@ -2,9 +2,9 @@
 
 All programs begin with pipeloom's weights, read its batches and have to compute its losses to five digits. Each runs by
 itself first, for the time of its start and its memory. Then all programs of a row run in turns of a few steps, while
-the others are stopped.
+the others are stopped. Rounds start them afresh: some starts of a program are faster than others throughout.
 
-    python benchmarks/beside_peers.py [--rows TEXT ...] [--size small large] [--folder outputs/peers]
+    python benchmarks/beside_peers.py [--rows TEXT ...] [--size small large] [--rounds 2] [--folder outputs/peers]
 """
 
 import argparse
@@ -27,8 +27,8 @@ from pipeloom.terminal.words import format_bytes
 from side_by_side.results import load_noted, machine, wide_console
 
 
-def measure(row: Row, size: Size, start: Path, console: Console) -> Measured:
-    """Run all programs of a row that can run here, each by itself and then all in turns."""
+def measure(row: Row, size: Size, start: Path, rounds: int, console: Console) -> Measured:
+    """Run all programs of a row that can run here, each by itself and then, in each round, all in turns."""
     with load_noted() as load:
         measured = Measured(row, size, load)
         for program in row.programs:
@@ -40,9 +40,10 @@ def measure(row: Row, size: Size, start: Path, console: Console) -> Measured:
                 measured.alone[program] = run_alone(row, program, size, start, size.warmup + 2)
             except RuntimeError as error:
                 _note(error, measured, console)
-        for together in _fitting(measured.alone, row, console):
+        for together in _fitting(measured.alone, row, console) * rounds:
             found, errors = run_in_turns(row, together, size, start)
-            measured.in_turns |= found
+            for program, steps in found.items():
+                measured.in_turns.setdefault(program, []).append(steps)
             for error in errors:
                 _note(error, measured, console)
     return measured
@@ -81,6 +82,7 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--rows", nargs="+", default=[""], help="names of the rows to run, or parts of them")
     options.add_argument("--size", nargs="+", choices=[size.name for size in SIZES], default=["small"])
+    options.add_argument("--rounds", type=int, default=2, help="how often all are started together")
     options.add_argument("--folder", type=Path, default=Path("outputs/peers"))
     chosen, console = options.parse_args(), wide_console()
     console.print(f"{machine('ordinary scheduling: other load on this machine counts') | versions()}\n")
@@ -89,7 +91,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
             write_start(size, Path(folder))
             for row in chosen_rows(chosen.rows):
-                one = measure(row, size, Path(folder), console)
+                one = measure(row, size, Path(folder), chosen.rounds, console)
                 found.append(one)
                 if one.in_turns:
                     write(found, chosen.folder / "peers.csv")

@@ -19,7 +19,7 @@ class Size:
         num_microbatches: of a step, over all replicas.
         microbatch_size: sequences.
         warmup: steps of a program before those that count.
-        turns: how often a program runs while the others of its row are stopped.
+        turns: how often a program runs in a round, while the others of its row are stopped.
         timed: steps of a turn that count; the first one of a turn, which was stopped in its middle, is not among them.
         path: folder of the text that is read; ``None`` for the default of pipeloom.
     """
@@ -32,7 +32,7 @@ class Size:
     num_microbatches: int = 8
     microbatch_size: int = 2
     warmup: int = 2
-    turns: int = 6
+    turns: int = 3
     timed: int = 3
     path: str | None = None
 
@@ -70,7 +70,7 @@ class Size:
         }
 
 
-SIZES = (Size(name="small"), Size(name="large", hidden_size=512, num_heads=8, warmup=1, turns=3, timed=1))
+SIZES = (Size(name="small"), Size(name="large", hidden_size=512, num_heads=8, warmup=1, turns=2, timed=1))
 
 
 @dataclass(frozen=True)

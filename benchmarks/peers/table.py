@@ -28,7 +28,7 @@ class Measured:
         row: the layout.
         size: of the model.
         alone: each program by itself, for time of the start and memory.
-        in_turns: the steps of each program in turns with the others.
+        in_turns: the steps of each program in turns with the others, for each round.
         load: of the machine.
         failed: whether a program ended early.
     """
@@ -37,18 +37,21 @@ class Measured:
     size: Size
     load: Load
     alone: dict[Program, Alone] = field(default_factory=dict)
-    in_turns: dict[Program, Steps] = field(default_factory=dict)
+    in_turns: dict[Program, list[Steps]] = field(default_factory=dict)
     failed: bool = False
 
     def median_s(self, program: Program) -> float:
         """Of all steps that count."""
-        return statistics.median(self.in_turns[program].seconds)
+        return statistics.median(self._seconds(program))
+
+    def _seconds(self, program: Program) -> list[float]:
+        return [second for steps in self.in_turns[program] for second in steps.seconds]
 
     def off(self, program: Program) -> float:
         """Largest relative distance of a loss from that of pipeloom in the same step, of the first few."""
-        reference = next(iter(self.in_turns.values())).losses
-        both = zip(self.in_turns[program].losses[:_COMPARED], reference, strict=False)
-        return max(abs(a / b - 1) for a, b in both)
+        reference = next(iter(self.in_turns.values()))[0].losses
+        rounds = [steps.losses[:_COMPARED] for steps in self.in_turns[program]]
+        return max(abs(a / b - 1) for losses in rounds for a, b in zip(losses, reference, strict=False))
 
     def is_error(self, program: Program) -> bool:
         """Whether it did not compute what pipeloom did, to five digits."""
@@ -76,21 +79,22 @@ class Measured:
         """A line for each program."""
         best = self.best_peer
         found = []
-        for program, steps in self.in_turns.items():
+        for program in self.in_turns:
+            seconds = self._seconds(program)
             found.append(
                 {
                     "size": self.size.name,
                     "row": self.row.name,
                     "program": program.name,
                     "median_ms": round(self.median_s(program) * 1e3, 1),
-                    "min_ms": round(min(steps.seconds) * 1e3, 1),
-                    "max_ms": round(max(steps.seconds) * 1e3, 1),
+                    "min_ms": round(min(seconds) * 1e3, 1),
+                    "max_ms": round(max(seconds) * 1e3, 1),
                     "to_best_peer": None if best is None else round(self.median_s(program) / self.median_s(best), 3),
                     "memory_mb": round(self.alone[program].memory_bytes / 1e6),
                     "start_s": round(self.alone[program].start_s, 2),
                     "loss_off": float(f"{self.off(program):.1e}"),
                     "is_error": self.is_error(program),
-                    "steps": len(steps.seconds),
+                    "steps": len(seconds),
                     "load_before": round(self.load.before, 1),
                     "load_after": round(self.load.after, 1),
                 }

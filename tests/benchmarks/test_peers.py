@@ -107,12 +107,12 @@ def test_the_table_compares_with_the_best_peer_that_computes_the_same(tmp_path):
     measured = Measured(ROWS[4], SIZES[0], Load(1.0, 2.0))
     fast, slow, wrong, *_ = (one for one in ROWS[4].programs if one.kind != "pipeloom")
     measured.in_turns = {
-        OURS: Steps([5.0], [0.3, 0.5, 0.3]),
-        slow: Steps([5.00001], [0.6]),
-        fast: Steps([5.0], [0.4]),
-        wrong: Steps([5.001], [0.1]),
+        OURS: [Steps([5.0], [0.3, 0.5]), Steps([5.0], [0.3])],
+        slow: [Steps([5.00001], [0.6])],
+        fast: [Steps([5.0], [0.4])],
+        wrong: [Steps([5.0], [0.1]), Steps([5.001], [0.1])],
     }
-    measured.alone = {program: Alone(2.0, 10**8, steps) for program, steps in measured.in_turns.items()}
+    measured.alone = {program: Alone(2.0, 10**8, steps) for program, (steps, *_) in measured.in_turns.items()}
     assert measured.best_peer == fast == ONE_F_ONE_B
     write([measured], tmp_path / "peers.csv")
     lines = list(csv.DictReader((tmp_path / "peers.csv").read_text().splitlines()))
