@@ -8,8 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -117,6 +117,7 @@ def run_in_turns(
                     under_way[running] += counted
                 except RuntimeError as error:
                     failed.append(error)
+                    running.end()  # ranks that are left would compute beside the other programs
                     del under_way[running]
         return {running.program: running.steps(counted) for running, counted in under_way.items()}, failed
 
@@ -127,14 +128,9 @@ def _rotated(running: "list[_Running]", by: int) -> "list[_Running]":
     return running[by:] + running[:by]
 
 
-@contextmanager
-def _hosts(row: Row) -> Iterator[list[str] | None]:
+def _hosts(row: Row) -> AbstractContextManager[list[str] | None]:
     """The hosts of a row's ranks; ``None`` for this one."""
-    if row.link is None:
-        yield None
-        return
-    with shaped_hosts(row.num_ranks, row.link) as hosts:
-        yield hosts
+    return nullcontext() if row.link is None else shaped_hosts(row.num_ranks, row.link)
 
 
 class _Running:
@@ -157,10 +153,14 @@ class _Running:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+        self._stack.close()
+
+    def end(self) -> None:
+        """End the processes."""
         self._signal(signal.SIGKILL)
         for process in self._started:
             process.wait()
-        self._stack.close()
 
     def _start(self) -> None:
         row, hosts = self._row, self._hosts
