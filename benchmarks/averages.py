@@ -25,6 +25,7 @@ from side_by_side.results import load_noted, machine, wide_console
 
 LATENCY_MS = 5
 SIZE = Size(name="averages", warmup=1, turns=1, timed=5)
+"""A program runs by itself: all steps count but the first and the last."""
 
 
 def row_of(rate: int, every: int) -> Row:
@@ -56,8 +57,8 @@ def main() -> int:
             write_start(SIZE, Path(folder))
             for _ in range(chosen.rounds):
                 for program in row.programs:
-                    one = run_alone(row, program, SIZE, Path(folder), SIZE.steps)
-                    found[program.name] += one.steps.seconds
+                    alone = run_alone(row, program, SIZE, Path(folder), SIZE.steps)
+                    found[program.name] += alone.steps.seconds
         table = Table(
             "way",
             "update, ms",

@@ -2,7 +2,7 @@
 
 All programs begin with pipeloom's weights, read its batches and have to compute its losses to five digits. Each runs by
 itself first, for the time of its start and its memory. Then all programs of a row run in turns of a few steps, while
-the others are stopped. Rounds start them afresh: some starts of a program are faster than others throughout.
+the others are paused. Each round starts them afresh: the speed of a program differs from one start to the next.
 
     python benchmarks/beside_peers.py [--rows TEXT ...] [--size small large] [--rounds 2] [--folder outputs/peers]
 """
@@ -60,7 +60,7 @@ def _fitting(alone: Mapping[Program, Alone], row: Row, console: Console) -> list
     if needed <= free:
         return [list(alone)]
     what = f"all programs at once need {format_bytes(needed)}, {format_bytes(free)} are free"
-    console.print(f"{row.name}: {what}; so they run one after the other, and a disturbance counts for one of them.")
+    console.print(f"{row.name}: {what}; so they run one after the other, and background load affects them unequally.")
     return [[program] for program in alone]
 
 

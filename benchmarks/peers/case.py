@@ -19,8 +19,8 @@ class Size:
         num_microbatches: of a step, over all replicas.
         microbatch_size: sequences.
         warmup: steps of a program before those that count.
-        turns: how often a program runs in a round, while the others of its row are stopped.
-        timed: steps of a turn that count; the first one of a turn, which was stopped in its middle, is not among them.
+        turns: how often a program runs in a round, while the others of its row are paused.
+        timed: steps of a turn that count; the first one of a turn, in which it was paused, is not among them.
         path: folder of the text that is read; ``None`` for the default of pipeloom.
     """
 
@@ -63,7 +63,7 @@ class Size:
                 "predict": False,
                 "validation_batches": 0,
                 "sample_tokens": 0,
-                # A program is stopped while the others take their turns.
+                # A program is paused while the others take their turns.
                 "stall_timeout_s": 600.0,
             },
             "checkpoint": {"final": "none"},

@@ -8,13 +8,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Self
 
 from peers.case import Program, Row, Size
 from peers.start import RUN, START
@@ -76,24 +75,21 @@ def run_alone(row: Row, program: Program, size: Size, start: Path, num_steps: in
     Raises:
         RuntimeError: it ended early, or took too long; with what it printed.
     """
-    with _hosts(row) as hosts, _Running(row, program, size, start, hosts) as running:
+    with _hosts(row) as hosts, _started(row, program, size, start, hosts) as running:
         running.until(1)
         start_s = time.monotonic() - running.begin_s
         running.until(num_steps - 1)
-        memory = 0
-        while running.num_steps < num_steps:
-            memory = max(memory, running.memory_bytes())
-            time.sleep(_GLANCE_S)
-            running.check()
-        return Alone(start_s, memory, running.steps(range(size.warmup, num_steps - 1)))
+        memory = [0]
+        running.until(num_steps, lambda: memory.append(running.memory_bytes()))
+        return Alone(start_s, max(memory), running.steps(range(size.warmup, num_steps - 1)))
 
 
 def run_in_turns(
     row: Row, programs: Sequence[Program], size: Size, start: Path
 ) -> tuple[dict[Program, Steps], list[RuntimeError]]:
-    """Run all programs at the same time, of which one computes and all others are stopped, in turns of a few steps.
+    """Run all programs at the same time, in turns of a few steps: one of them computes, and all others are paused.
 
-    A machine that other programs disturb for seconds or minutes then disturbs all of them alike.
+    Background load that changes within seconds or minutes then affects all of them alike.
 
     Args:
         row: the layout.
@@ -105,26 +101,30 @@ def run_in_turns(
         The steps of each program, and the errors of those that ended early or took too long.
     """
     failed: list[RuntimeError] = []
+    under_way: dict[_Running, list[int]] = {}
+
+    def take_turn(running: _Running, skipped: int, counted: int) -> None:
+        try:
+            under_way[running] += running.turn(skipped, counted)
+        except RuntimeError as error:
+            failed.append(error)
+            running.end()  # ranks that are left would compute beside the other programs
+            del under_way[running]
+
     with _hosts(row) as hosts, ExitStack() as stack:
-        under_way: dict[_Running, list[int]] = {}
         for program in programs:
-            running = stack.enter_context(_Running(row, program, size, start, hosts))
+            running = stack.enter_context(_started(row, program, size, start, hosts))
             under_way[running] = []
-        for turn in range(-1, size.turns):
+            take_turn(running, size.warmup, 0)
+        for turn in range(size.turns):
             for running in _rotated(list(under_way), turn):
-                try:
-                    counted = running.turn(size.warmup, 0) if turn < 0 else running.turn(1, size.timed)
-                    under_way[running] += counted
-                except RuntimeError as error:
-                    failed.append(error)
-                    running.end()  # ranks that are left would compute beside the other programs
-                    del under_way[running]
+                take_turn(running, 1, size.timed)
         return {running.program: running.steps(counted) for running, counted in under_way.items()}, failed
 
 
 def _rotated(running: "list[_Running]", by: int) -> "list[_Running]":
-    """Each turn begins with another program, but for the first, in which they are started."""
-    by = max(0, by) % max(1, len(running))
+    """Each turn begins with another program."""
+    by %= max(1, len(running))
     return running[by:] + running[:by]
 
 
@@ -133,8 +133,20 @@ def _hosts(row: Row) -> AbstractContextManager[list[str] | None]:
     return nullcontext() if row.link is None else shaped_hosts(row.num_ranks, row.link)
 
 
+@contextmanager
+def _started(row: Row, program: Program, size: Size, start: Path, hosts: Sequence[str] | None) -> "Iterator[_Running]":
+    """A program that has been started, and is ended with the context."""
+    with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
+        running = _Running(row, program, Path(folder))
+        try:
+            running.start(*_words(row, program, size, start, Path(folder)), hosts)
+            yield running
+        finally:
+            running.end()
+
+
 class _Running:
-    """The processes of a program, started when they get their first turn, and ended with the context.
+    """The processes of a program.
 
     Attributes:
         program: what trains.
@@ -142,66 +154,62 @@ class _Running:
         num_steps: lines of steps so far.
     """
 
-    def __init__(self, row: Row, program: Program, size: Size, start: Path, hosts: Sequence[str] | None) -> None:
+    def __init__(self, row: Row, program: Program, folder: Path) -> None:
         self.program, self.begin_s, self.num_steps = program, 0.0, 0
-        self._row, self._hosts, self._stack = row, hosts, ExitStack()
-        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeloom-")))
-        self._words, self._lines = _words(row, program, size, start, self._folder)
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._row, self._printed = row, folder / "printed.txt"
+        self._processes: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> Self:
-        return self
+    def start(self, words: Sequence[str], lines: Path, hosts: Sequence[str] | None) -> None:
+        """Start all processes.
 
-    def __exit__(self, *_: object) -> None:
-        self.end()
-        self._stack.close()
+        Args:
+            words: the command.
+            lines: file that gets a line for each step.
+            hosts: of the ranks; ``None`` for this one.
+        """
+        row, self._lines = self._row, lines
+        port, self.begin_s = _free_port(), time.monotonic()
+        # pipeloom starts the ranks of one host itself.
+        forks = self.program.kind == "pipeloom" and hosts is None
+        with self._printed.open("wb") as printed:
+            for rank in range(1 if forks else row.num_ranks):
+                given = _environment(row.threads) | ({} if forks else _place(rank, row.num_ranks, hosts, port))
+                inside = None if hosts is None else partial(enter, hosts[rank])
+                self._processes.append(
+                    subprocess.Popen(  # one thread runs here, so the function before the command is safe
+                        words,
+                        env=given,
+                        stdout=printed,
+                        stderr=printed,
+                        start_new_session=True,
+                        preexec_fn=inside,  # noqa: PLW1509
+                    )
+                )
 
     def end(self) -> None:
         """End the processes."""
         self._signal(signal.SIGKILL)
-        for process in self._started:
+        for process in self._processes:
             process.wait()
 
-    def _start(self) -> None:
-        row, hosts = self._row, self._hosts
-        printed = self._stack.enter_context((self._folder / "printed.txt").open("wb"))
-        port, self.begin_s = _free_port(), time.monotonic()
-        # pipeloom starts the ranks of one host itself.
-        forks = self.program.kind == "pipeloom" and hosts is None
-        for rank in range(1 if forks else row.num_ranks):
-            given = _environment(row.threads) | ({} if forks else _place(rank, row.num_ranks, hosts, port))
-            inside = None if hosts is None else partial(enter, hosts[rank])
-            self._started.append(
-                subprocess.Popen(  # one thread runs here, so the function before the command is safe
-                    self._words,
-                    env=given,
-                    stdout=printed,
-                    stderr=printed,
-                    start_new_session=True,
-                    preexec_fn=inside,  # noqa: PLW1509
-                )
-            )
-
     def turn(self, skipped: int, counted: int) -> list[int]:
-        """Let it run for some steps and stop it within the next one; returns the numbers of those that count.
+        """Let it run for some steps and pause it within the next one; returns the numbers of those that count.
 
         Raises:
             RuntimeError: it ended early, or took too long; with what it printed.
         """
-        if self._started:
-            self.check()  # a step may have ended while the program was stopped
-            self._signal(signal.SIGCONT)
+        self.check()  # a step may have ended before the program was paused
+        self._signal(signal.SIGCONT)
         first = self.num_steps + skipped
         self.until(first + counted)
         self._signal(signal.SIGSTOP)
         return list(range(first, first + counted))
 
-    def until(self, num_steps: int) -> None:
-        """Wait until so many steps are done; errors as of ``turn``."""
-        if not self._started:
-            self._start()
+    def until(self, num_steps: int, look: Callable[[], None] = lambda: None) -> None:
+        """Wait until so many steps are done, and call ``look`` meanwhile; errors as of ``turn``."""
         limit_s = time.monotonic() + _LIMIT_S
         while self.num_steps < num_steps:
+            look()
             self.check()
             if time.monotonic() > limit_s:
                 raise self._failed(f"no step {num_steps} after {_LIMIT_S:g} s")
@@ -214,12 +222,12 @@ class _Running:
             RuntimeError: a process ended early.
         """
         self.num_steps = self._lines.read_bytes().count(b"\n") if self._lines.exists() else 0
-        if any(process.poll() for process in self._started):
+        if any(process.poll() for process in self._processes):
             raise self._failed("a process ended early")
 
     def memory_bytes(self) -> int:
         """Proportional set size of all of its processes."""
-        return sum(_pss_bytes(pid) for pid in _descendants({one.pid for one in self._started}))
+        return sum(_pss_bytes(pid) for pid in _descendants({one.pid for one in self._processes}))
 
     def steps(self, counted: Sequence[int]) -> Steps:
         """Those so far."""
@@ -227,12 +235,12 @@ class _Running:
         return Steps([line["loss"] for line in lines], [lines[number]["step_time_s"] for number in counted])
 
     def _signal(self, number: int) -> None:
-        for process in self._started:
+        for process in self._processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
 
     def _failed(self, why: str) -> RuntimeError:
-        output = (self._folder / "printed.txt").read_text(encoding="utf-8", errors="replace")
+        output = self._printed.read_text(encoding="utf-8", errors="replace")
         return RuntimeError(f"{self._row.name}, {self.program.name}: {why}\n{output[-3000:]}")
 
 

@@ -138,7 +138,7 @@ TURNS = Size(name="writers", warmup=1, turns=3, timed=2)
 
 @pytest.fixture
 def writers(monkeypatch, tmp_path):
-    """Programs that write a line every 50 ms; that named "short" ends after five. Yields the lines of each."""
+    """Programs that write a line every 50 ms, DDP only five lines; returns a function: program -> its lines."""
     files = {program: tmp_path / f"{program.name}.jsonl" for program in (OURS, PLAIN, DDP)}
 
     def words(row, program, size, start, folder):
