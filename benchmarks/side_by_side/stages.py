@@ -8,14 +8,13 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeloom.model.deferred import Filed, OwnGradients, add_to_leaves, file_deferred
+from pipeloom.model.deferred import Filed, OwnGradients, add_to_leaves, own_gradient
 from side_by_side.case import Case
 
 _PR_SET_TIMERSLACK = 29
@@ -59,8 +58,7 @@ class _WeightWork(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
         if ctx.defers:
-            file_deferred(ctx.weights, partial(_Later, taken=gradient, gradient=gradient, backward_s=ctx.backward_s))
-            return None, None, None
+            return own_gradient(_Later(ctx.weights, gradient, gradient, ctx.backward_s), "defer"), None, None
         _sleep(ctx.backward_s)
         return gradient.new_ones(ctx.weights.shape), None, None
 

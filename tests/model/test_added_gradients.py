@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeloom.config import ModelConfig
 from pipeloom.execute.stages.weights import StageWeights
-from pipeloom.model import build_stage, deferred
-from pipeloom.model.deferred import gradients_by_autograd
+from pipeloom.model import build_stage
+from pipeloom.model.deferred import OwnGradients, gradients_by_autograd
+from pipeloom.model.parallel_layers import ColumnParallelLinear
 
 VOCAB, SEQ = 30, 8
 CONFIG = ModelConfig(num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_size=24).resolve(VOCAB)
@@ -40,7 +41,7 @@ def with_weights(model, **options):
 
 @pytest.fixture
 def _adds_all(monkeypatch):
-    monkeypatch.setattr(deferred, "_LEAST_ADDED", 0)
+    monkeypatch.setattr(OwnGradients, "least_added", 0)
 
 
 class Names(TorchDispatchMode):
@@ -90,14 +91,18 @@ def test_small_frozen_and_mixed_weights_are_left_to_autograd():
 
     small = make(CONFIG)
     StageWeights(small, "none", 1, 0)
-    assert adding(small) == []
+    # Column-parallel layers are computed with their neighbors.
+    assert all(isinstance(part, ColumnParallelLinear) for part in adding(small))
+    assert len(adding(small)) == 2 * 5 + 1
     large = replace(CONFIG, ffn_size=2**18 // 16)
     model = make(large, dtype=torch.float32)
     for parameter in model.layers["0"].parameters():
         parameter.requires_grad = False
     StageWeights(model, "none", 1, 0)
-    ours = model.layers["1"].feed_forward
-    assert {id(part) for part in adding(model)} == {id(part) for part in ours.modules() if part is not ours}
+    ours, attention = model.layers["1"].feed_forward, model.layers["1"].attention
+    feed_forward = [ours.gate, ours.up, ours.down]
+    others = [attention.query, attention.key, attention.value, model.head.output]
+    assert {id(part) for part in adding(model)} == {id(part) for part in (*feed_forward, *others)}
     mixed = make(large, dtype=torch.float32)
     StageWeights(mixed, "none", 1, 0, dtype=torch.bfloat16)
     assert adding(mixed) == []

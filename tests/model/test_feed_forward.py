@@ -29,7 +29,8 @@ def block_of(gate):
 @pytest.mark.parametrize("gate", ["silu", "gelu"])
 @pytest.mark.parametrize("frozen", [(), ("gate",), ("up",), ("gate", "up"), ("down",)])
 @pytest.mark.parametrize("flows", [False, True])
-def test_gradients_are_those_of_autograd(gate, frozen, flows):
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_gradients_are_those_of_autograd(gate, frozen, flows, is_whole):
     block = block_of(gate)
     for name in frozen:
         block.get_submodule(name).requires_grad_(requires_grad=False)
@@ -37,17 +38,15 @@ def test_gradients_are_those_of_autograd(gate, frozen, flows):
     x = torch.randn(ROWS, H, dtype=torch.float64, requires_grad=flows)
     wanted += [x] if flows else []
     gradient = torch.randn(ROWS, H, dtype=torch.float64)
-    found = torch.autograd.grad(block(x), wanted, gradient)
+    output = block(x) if is_whole else block.down(block.inner(x))
+    found = torch.autograd.grad(output, wanted, gradient)
     expected = torch.autograd.grad(reference(block, x, gate), wanted, gradient)
     for own, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(own, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("frozen", "number"), [((), 3), (("gate",), 2), (("gate", "up"), 1)])
-def test_the_activated_gate_is_not_kept(frozen, number):
-    block = block_of("silu")
-    for name in frozen:
-        block.get_submodule(name).requires_grad_(requires_grad=False)
+def num_kept(block, forward):
+    """Tensors of the inner width that a forward keeps."""
     kept = {}
 
     def pack(tensor):
@@ -57,5 +56,27 @@ def test_the_activated_gate_is_not_kept(frozen, number):
 
     x = torch.randn(ROWS, H, dtype=torch.float64)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        block(x)
-    assert len(kept) == number
+        output = forward(x)
+    assert output.shape == x.shape
+    return len(kept)
+
+
+@pytest.mark.parametrize(("frozen", "number"), [((), 3), (("gate", "up"), 1)])
+def test_the_activated_gate_is_not_kept(frozen, number):
+    block = block_of("silu")
+    for name in frozen:
+        block.get_submodule(name).requires_grad_(requires_grad=False)
+    assert num_kept(block, lambda x: block.down(block.inner(x))) == number
+
+
+@pytest.mark.parametrize(("frozen", "number"), [((), 3), (("down",), 2)])
+def test_a_whole_block_keeps_no_more(frozen, number):
+    block = block_of("silu")
+    for name in frozen:
+        block.get_submodule(name).requires_grad_(requires_grad=False)
+    assert num_kept(block, block) == number
+
+
+def test_a_frozen_block_keeps_nothing_for_weights():
+    block = block_of("silu").requires_grad_(requires_grad=False)
+    assert num_kept(block, block) == 0

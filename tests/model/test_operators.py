@@ -61,7 +61,9 @@ def test_a_step_has_the_products_of_a_plain_loop_and_fewer_operators(models):
             loss_of(model).backward()
         counts.append(operators.counts)
     ours, plain = counts
-    assert ours["aten.mm.default"] == plain["aten.mm.default"] == 3 * (7 * CONFIG.num_layers + 1)
+    # A sum of gradients for a common input is part of its products.
+    products = ours["aten.mm.default"] + ours["aten.addmm_.default"]
+    assert products == plain["aten.mm.default"] == 3 * (7 * CONFIG.num_layers + 1)
     # A plain loop has its rotary table once and for all; a stage makes it in each forward.
     table = 20
     assert ours.total() <= plain.total() + table

@@ -3,8 +3,9 @@
 Letters of shapes are those of ``model.transformer``; S is the number of tokens up to the end of a slice.
 """
 
-# ruff: noqa: N806 (upper-case letters in names are shapes)
+# ruff: noqa: N803, N806 (upper-case letters in names are shapes)
 
+from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor, nn
@@ -68,14 +69,10 @@ class Attention(nn.Module):
         Returns:
             The term to add to the residual stream.
         """
-        x_BTH = self._parallel.enter(x)
-        query_BTQ, key_BTG, value_BTG = project(x_BTH, self.query, self.key, self.value)
-        query_BTND, key_BTKD = self._heads(query_BTQ, self.query_norm), self._heads(key_BTG, self.key_norm)
-        if rotary is not None:
-            query_BTND, key_BTKD = rotary.turn(query_BTND), rotary.turn(key_BTKD)
         # Views: attention's output then has their order in memory, [B, T, N, D], which the projection takes as it is.
-        query_BNTD, key_BKTD = query_BTND.transpose(1, 2), key_BTKD.transpose(1, 2)
-        value_BKTD = self._heads(value_BTG).transpose(1, 2)
+        query_BNTD, key_BKTD, value_BKTD = (
+            heads.transpose(1, 2) for heads in self._projected(self._parallel.enter(x), rotary)
+        )
         if earlier is not None:
             key_BKTD, value_BKTD = earlier.extend(key_BKTD, value_BKTD)
         if self.context.is_on:
@@ -94,7 +91,19 @@ class Attention(nn.Module):
         )
         return self.output(mixed_BNTD.transpose(1, 2).flatten(2))
 
-    def _heads(self, x: Tensor, norm: HeadNorm | WidthNorm | None = None) -> Tensor:
+    def _projected(self, x_BTH: Tensor, rotary: Rotary | None) -> Sequence[Tensor]:
+        """Queries, keys and values of all tokens, [B, T, heads, D]."""
+        layers = self.query, self.key, self.value
+        # Norms precede the turn, which otherwise is part of one function with the products.
+        if rotary is not None and self.query_norm is None:
+            return project(x_BTH, *layers, turn=rotary)
+        norms = self.query_norm, self.key_norm, None
+        query_BTND, key_BTKD, value_BTKD = map(self._heads, project(x_BTH, *layers), norms)
+        if rotary is not None:
+            query_BTND, key_BTKD = rotary.turn(query_BTND), rotary.turn(key_BTKD)
+        return query_BTND, key_BTKD, value_BTKD
+
+    def _heads(self, x: Tensor, norm: HeadNorm | WidthNorm | None) -> Tensor:
         """[B, T, heads x D] to [B, T, heads, D], normed."""
         if isinstance(norm, WidthNorm):
             x = norm(x)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeloom.model.deferred import Filed, OwnGradients, file_deferred
+from pipeloom.model.deferred import Filed, OwnGradients, own_gradient
 from pipeloom.workload.model import ModelConfig, shape_of
 from pipeloom.workload.model_shape import Blocks
 
@@ -174,9 +174,9 @@ def block_sparse_project(x: Tensor, *layers: BlockSparseLinear) -> Sequence[Tens
     """The outputs of layers with a common input, which is kept once for all."""
     first = layers[0]
     patterns = tuple(layer.pattern for layer in layers)
-    own = "defer" if first.has_own and first.defers else "add" if first.has_own else None
+    way = first.way if first.has_own else "return"
     biases = [layer.bias for layer in layers if layer.bias is not None]
-    outputs = _Products.apply(x, patterns, own, *(layer.weight for layer in layers))
+    outputs = _Products.apply(x, patterns, way, *(layer.weight for layer in layers))
     return [one + bias for one, bias in zip(outputs, biases, strict=True)] if biases else outputs
 
 
@@ -186,18 +186,17 @@ class _FiledBlocks(Filed):
 
     pattern: Pattern
 
-    def compute(self) -> Tensor | None:
+    def compute(self, total: Tensor | None) -> Tensor | None:
         """As :meth:`Filed.compute`."""
-        sides = self.gradient.flatten(0, -2), self.taken.flatten(0, -2)
-        return self.pattern.weight_gradient(*sides, self.leaf.grad)
+        return self.pattern.weight_gradient(self.gradient.flatten(0, -2), self.taken.flatten(0, -2), total)
 
 
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(*args: Any, **_: Any) -> Any:
-        ctx, x, patterns, own, *weights = args
+        ctx, x, patterns, ctx.way, *weights = args
         ctx.save_for_backward(x, *weights)
-        ctx.patterns, ctx.own = patterns, own
+        ctx.patterns = patterns
         x_NI, each = x.flatten(0, -2), zip(weights, patterns, strict=True)
         return tuple(one.output(x_NI, weight).unflatten(0, x.shape[:-1]) for weight, one in each)
 
@@ -206,7 +205,7 @@ class _Products(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         each = list(zip(weights, args, ctx.patterns, strict=True))
         made = [
-            _weight_gradient(ctx, weight, x, given, one) if ctx.needs_input_grad[3 + place] else None
+            own_gradient(_FiledBlocks(weight, x, given, one), ctx.way) if ctx.needs_input_grad[3 + place] else None
             for place, (weight, given, one) in enumerate(each)
         ]
         total: Tensor | None = None
@@ -217,13 +216,3 @@ class _Products(torch.autograd.Function):
             assert total is not None
             total = total.view(x.shape)
         return total, None, None, *made
-
-
-def _weight_gradient(ctx: Any, weight: Tensor, x: Tensor, gradient: Tensor, pattern: Pattern) -> Tensor | None:
-    """The gradient that the backward returns for a weight; ``None`` if it is deferred or added already."""
-    if ctx.own != "defer":
-        total = weight.grad if ctx.own == "add" else None
-        return pattern.weight_gradient(gradient.flatten(0, -2), x.flatten(0, -2), total)
-    # Detached: a saved tensor keeps its graph alive.
-    file_deferred(weight, lambda leaf: _FiledBlocks(leaf, x.detach(), gradient, pattern))
-    return None

@@ -12,40 +12,51 @@ operator's inputs, so the operators record copies.
 
 In a whole backward autograd makes each weight gradient in memory of its own and adds it to ``grad``. Layers with
 ``adds`` add it in the matrix product, as Megatron's fused accumulation does.
+
+Functions over several layers, such as ``linears``, make all their weight gradients by ``own_gradient``.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeloom.model.graph_breaks import graph_break
+from pipeloom.model.rotary import Rotary, turned
 
 run_backward = torch.autograd.Variable._execution_engine.run_backward  # noqa: SLF001
 """The core of ``torch.autograd.backward``, without its checks of shapes, which take as long as a small stage's
 backward. Both ends of every stage boundary have compared shapes before."""
 
 
-_LEAST_ADDED = 2**18
-"""Elements of a weight from which its product adds the gradient (decision 79): autograd's own operators take less host
-time, and smaller sums stay in the cache of a core."""
+Way = Literal["defer", "add", "return"]
+"""What a backward does with a weight gradient: record the operands for its second half, add it to ``grad`` if there is
+one, or return it to autograd."""
 
 
 class OwnGradients:
     """A module that can compute its weight gradients by itself.
 
     Attributes:
-        defers: whether they wait for the second half of the backward.
+        least_added: elements of a weight from which its product adds the gradient (decision 79). For a single layer
+            autograd's operators take less host time, and smaller sums stay in the cache of a core.
+        defers: whether gradients wait for the second half of the backward.
         adds: whether the product adds them to ``grad``, where there is one, in a backward that is whole.
     """
 
+    least_added: ClassVar[int] = 2**18
     defers: bool = False
     adds: bool = False
+
+    @property
+    def way(self) -> Way:
+        """What a function over the module does with weight gradients."""
+        return "defer" if self.defers else "add" if self.adds else "return"
 
     @property
     def has_own(self) -> bool:
@@ -65,11 +76,11 @@ def defer(module: nn.Module) -> None:
 
 
 def add_in_products(module: nn.Module) -> None:
-    """Let products add the gradients of large trained weights, whose ``grad`` stays between backwards."""
+    """Let products add the gradients of trained weights, whose ``grad`` stays between backwards."""
     for part in module.modules():
-        own = part.parameters(recurse=False)
-        if isinstance(part, OwnGradients) and any(one.requires_grad and one.numel() >= _LEAST_ADDED for one in own):
-            part.adds = True
+        if isinstance(part, OwnGradients):
+            own = part.parameters(recurse=False)
+            part.adds = any(one.requires_grad and one.numel() >= part.least_added for one in own)
 
 
 @contextmanager
@@ -120,13 +131,13 @@ class Filed:
 
     def add(self) -> None:
         """Compute the weight's gradient; add it to ``grad`` in place if there is one, else through autograd's hooks."""
-        made = self.compute()
+        made = self.compute(self.leaf.grad)
         if made is not None:
             add_to_leaves([self.leaf], [made])
 
-    def compute(self) -> Tensor | None:
-        """Compute the weight's gradient; add it to ``grad`` in place if there is one, else return it."""
-        rows, total = self.gradient.flatten(0, -2), self.leaf.grad
+    def compute(self, total: Tensor | None) -> Tensor | None:
+        """Compute the weight's gradient; add it to a sum in place if there is one, else return it."""
+        rows = self.gradient.flatten(0, -2)
         if self.is_lookup:
             found = rows.new_zeros(self.leaf.shape) if total is None else total
             # A token may occur several times in a batch; `found[taken] += rows` would add only one of its rows.
@@ -162,56 +173,49 @@ def filing(leaves: Iterable[Tensor]) -> Iterator[list[Filed]]:
         del _open[threading.get_ident()]
 
 
-def _own_gradient(weight: Tensor, taken: Tensor, gradient: Tensor, defers: bool) -> Tensor | None:
-    """The gradient that a layer's backward returns for its weight; ``None`` if it is deferred or added already."""
-    if not defers:
-        return Filed(weight, taken, gradient).compute()
-    _file(weight, taken, gradient)
+def own_gradient(operands: Filed, way: Way) -> Tensor | None:
+    """The gradient that a backward returns for a weight; ``None`` if it is deferred or added already."""
+    if way != "defer":
+        return operands.compute(operands.leaf.grad if way == "add" else None)
+    _file(operands)
     return None
 
 
-def _file(weight: Tensor, taken: Tensor, gradient: Tensor) -> None:
-    # Detached: a saved tensor keeps its graph alive.
-    file_deferred(weight, lambda leaf: Filed(leaf, taken.detach(), gradient))
-
-
-def file_deferred(weight: Tensor, make: Callable[[Tensor], Filed]) -> None:
-    """Record a deferred gradient, in the backward of a layer that defers.
-
-    Args:
-        weight: of which it is the gradient.
-        make: leaf -> what computes the gradient.
-    """
+def _file(operands: Filed) -> None:
     assert _open, "a layer defers its weight gradient outside `filing`"
     here = _open.get(threading.get_ident())
     if here is None:  # autograd's thread of a CUDA device; only one stage runs a backward then
         (here,) = _open.values()
-    leaf, filed = here[weight.data_ptr()]
-    filed.append(make(leaf))
+    leaf, filed = here[operands.leaf.data_ptr()]
+    # Detached: a saved tensor keeps its graph alive.
+    filed.append(replace(operands, leaf=leaf, taken=operands.taken.detach()))
 
 
-def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, defers: bool) -> Sequence[Tensor]:
+def linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, way: Way, turn: Rotary | None = None
+) -> Sequence[Tensor]:
     """Linear layers with a common input, which is kept once for all, and with weight gradients of their own.
 
     Args:
-        x: [..., in].
+        x: [..., in]; [B, T, in] with ``turn``.
         weights: [out, in] of each layer.
         biases: [out] of each layer, or empty. Their gradients, which are cheap sums, are autograd's.
-        defers: whether weight gradients are deferred; otherwise products add them. Compiled code only defers.
+        way: of weight gradients. Compiled code only defers, and does not turn.
+        turn: rotary positions of the heads of the first two outputs; ``None`` for none.
 
     Returns:
-        [..., out] of each layer.
+        [..., out] of each layer; with ``turn`` by heads, [B, T, heads, D].
     """
     # A call of a custom operator takes 266 us, of an autograd.Function 123 us (docs/decisions/0023).
     if torch.compiler.is_compiling():
         return _linears_op(x, list(weights), list(biases))
-    return _Linears.apply(x, defers, len(weights), *weights, *biases)
+    return _Linears.apply(x, way, *(turn or (None, None)), len(weights), *weights, *biases)
 
 
 @graph_break  # its backward operator would have no output, and would be eliminated as dead code
-def lookup(indices: Tensor, weight: Tensor, *, defers: bool) -> Tensor:
+def lookup(indices: Tensor, weight: Tensor, *, way: Way) -> Tensor:
     """Rows of an embedding, [..., H]; the gradient of its weight, [V, H], is deferred, or added row by row."""
-    return _Lookup.apply(indices, weight, defers)
+    return _Lookup.apply(indices, weight, way)
 
 
 def _outputs(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
@@ -219,49 +223,68 @@ def _outputs(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> 
     return [functional.linear(x, weight, bias) for weight, bias in zip(weights, own, strict=True)]
 
 
-def _input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Sum of the layers' gradients for their common input."""
+def input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Sum of several linear layers' gradients for their common input, [n, in]; from [n, out] and [out, in]."""
     # Accumulated in one tensor, without temporaries.
     total = gradients[0] @ weights[0]
-    rows = total.view(-1, total.shape[-1])
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-        rows.addmm_(gradient.flatten(0, -2), weight)
+        total.addmm_(gradient, weight)
     return total
 
 
+def _rows(gradients: Iterable[Tensor], weights: Iterable[Tensor]) -> list[Tensor]:
+    """Gradients of layers' outputs as matrices, [n, out]."""
+    return [one.reshape(-1, len(weight)) for one, weight in zip(gradients, weights, strict=True)]
+
+
 def _bias_gradients(gradients: Sequence[Tensor], count: int) -> list[Tensor]:
-    return [gradient.flatten(0, -2).sum(0) for gradient in gradients[:count]]
+    return [gradient.sum(0) for gradient in gradients[:count]]
 
 
 class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(*args: Any, **_: Any) -> Any:
-        ctx, x, defers, count, *parameters = args
+        ctx, x, ctx.way, cos, sin, count, *parameters = args
         weights, biases = parameters[:count], parameters[count:]
-        ctx.save_for_backward(x, *weights)
-        ctx.defers, ctx.num_biases = defers, len(biases)
-        return tuple(_outputs(x, weights, biases))
+        # Frozen weights need the input for no gradient.
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[5:]) else None, cos, sin, *weights)
+        ctx.shape, ctx.num_biases = x.shape, len(biases)
+        outputs = _outputs(x, weights, biases)
+        if cos is None:
+            return tuple(outputs)
+        size = cos.shape[-1]
+        return tuple(_turned([one.view(*one.shape[:-1], one.shape[-1] // size, size) for one in outputs], cos, sin))
 
     @staticmethod
     def backward(ctx: Any, *args: Any) -> Any:
-        x, *weights = ctx.saved_tensors
-        made = [_own_gradient(one, x, given, ctx.defers) for one, given in zip(weights, args, strict=True)]
-        own = _input_gradient(args, weights) if ctx.needs_input_grad[0] else None
-        return own, None, None, *made, *_bias_gradients(args, ctx.num_biases)
+        x, cos, sin, *weights = ctx.saved_tensors
+        # As matrices at once: each view in Python takes as long as a small product.
+        taken = None if x is None else x.flatten(0, -2)
+        gradients = _rows(args if cos is None else _turned(args, cos, -sin), weights)
+        made = [
+            own_gradient(Filed(weight, taken, gradient), ctx.way) if needs and taken is not None else None
+            for weight, gradient, needs in zip(weights, gradients, ctx.needs_input_grad[5:], strict=False)
+        ]
+        own = input_gradient(gradients, weights).view(ctx.shape) if ctx.needs_input_grad[0] else None
+        return own, None, None, None, None, *made, *_bias_gradients(gradients, ctx.num_biases)
+
+
+def _turned(heads: Sequence[Tensor], cos: Tensor, sin: Tensor) -> list[Tensor]:
+    """Of several tensors, [B, T, heads, D], the first two are turned by rotary angles."""
+    return [*(turned(one, cos, sin) for one in heads[:2]), *heads[2:]]
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(*args: Any, **_: Any) -> Any:
-        ctx, indices, weight, defers = args
+        ctx, indices, weight, ctx.way = args
         ctx.save_for_backward(indices, weight)
-        ctx.defers = defers
         return functional.embedding(indices, weight)
 
     @staticmethod
     def backward(ctx: Any, *args: Any) -> Any:
         indices, weight = ctx.saved_tensors
-        return None, _own_gradient(weight, indices, args[0], ctx.defers), None
+        return None, own_gradient(Filed(weight, indices, args[0]), ctx.way), None
 
 
 @torch.library.custom_op("pipeloom::linears", mutates_args=())
@@ -279,8 +302,8 @@ def _linears_backward_op(gradients: list[Tensor], x: Tensor, weights: list[Tenso
     # Copies: the compiler assumes that an operator keeps none of its inputs, and overwrites their memory.
     kept = x.clone()
     for weight, gradient in zip(weights, gradients, strict=True):
-        _file(weight, kept, gradient.clone())
-    return _input_gradient(gradients, weights)
+        _file(Filed(weight, kept, gradient.clone()))
+    return input_gradient(_rows(gradients, weights), weights).view(x.shape)
 
 
 @_linears_backward_op.register_fake
@@ -298,7 +321,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, list[Tensor], list[Tensor]], output: l
 def _linears_op_backward(ctx: Any, gradients: list[Tensor]) -> Any:
     x, *weights = ctx.saved_tensors
     own = _linears_backward_op(gradients, x, weights)
-    return own, [None] * len(weights), _bias_gradients(gradients, ctx.num_biases)
+    return own, [None] * len(weights), _bias_gradients(_rows(gradients, weights), ctx.num_biases)
 
 
 _linears_op.register_autograd(_linears_op_backward, setup_context=_keep)

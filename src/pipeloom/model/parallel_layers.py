@@ -6,11 +6,13 @@ PyTorch's weight.
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeloom.model.block_sparse import BlockSparseLinear, block_sparse_project
 from pipeloom.model.deferred import OwnGradients, linears, lookup
+from pipeloom.model.rotary import Rotary
 from pipeloom.model.tensor_parallel import TensorParallel, TensorSlice
 
 
@@ -99,6 +101,8 @@ class Adaptable(Split, nn.Linear, OwnGradients):
 class ColumnParallelLinear(Adaptable):
     """A linear layer of which each rank computes some outputs; ``out_features`` counts those of all ranks."""
 
+    least_added = 0  # one function computes it with its neighbors, and takes no more host time for adding
+
     def __init__(self, in_features: int, out_features: int, *, bias: bool, parallel: TensorParallel) -> None:
         own = parallel.share(out_features)
         super().__init__(in_features, len(own), bias=bias)
@@ -108,23 +112,45 @@ class ColumnParallelLinear(Adaptable):
         return project(input, self)[0]
 
 
-def project(x: Tensor, *layers: ColumnParallelLinear) -> Sequence[Tensor]:
-    """The outputs of layers with a common input, which deferred weight gradients then keep once for all.
+def are_bare(*layers: nn.Module) -> bool:
+    """Whether layers are dense matrices alone, in code that is not compiled: then one function may compute several."""
+    return not torch.compiler.is_compiling() and all(
+        isinstance(layer, Adaptable) and layer.adapter is None for layer in layers
+    )
+
+
+def project(x: Tensor, *layers: ColumnParallelLinear, turn: Rotary | None = None) -> Sequence[Tensor]:
+    """The outputs of layers with a common input, which is kept once for all.
 
     Layers of a model with a density are ``BlockSparseLinear`` instead, all of them.
+
+    Args:
+        x: [..., in]; [B, T, in] with ``turn``.
+        layers: the layers.
+        turn: rotary positions of the heads of the first two outputs; ``None`` for none.
+
+    Returns:
+        [..., out] of each layer; with ``turn`` by heads, [B, T, heads, D].
     """
-    if sparse := [layer for layer in layers if isinstance(layer, BlockSparseLinear)]:
-        return block_sparse_project(x, *sparse)
     first = layers[0]
-    if first.has_own:  # then no layer has an adapter
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        return linears(x, [layer.weight for layer in layers], biases, defers=first.defers)
-    return [layer.adapted(x, functional.linear(x, layer.weight, layer.bias)) for layer in layers]
+    if sparse := [layer for layer in layers if isinstance(layer, BlockSparseLinear)]:
+        outputs = block_sparse_project(x, *sparse)
+    elif (is_bare := are_bare(*layers)) or first.has_own:  # compiled layers that defer have no adapter
+        weights, biases = [layer.weight for layer in layers], [one.bias for one in layers if one.bias is not None]
+        outputs = linears(x, weights, biases, way=first.way, turn=turn if is_bare else None)
+        if is_bare:
+            return outputs
+    else:
+        outputs = [layer.adapted(x, functional.linear(x, layer.weight, layer.bias)) for layer in layers]
+    if turn is None:
+        return outputs
+    heads = [one.unflatten(-1, (-1, turn.cos.shape[-1])) for one in outputs]
+    return [*map(turn.turn, heads[:2]), *heads[2:]]
 
 
 def product(x: Tensor, weight: Tensor, layer: OwnGradients) -> Tensor:
     """``x @ weight.T`` of a layer, which may compute the weight's gradient by itself."""
-    return linears(x, [weight], [], defers=layer.defers)[0] if layer.has_own else functional.linear(x, weight)
+    return linears(x, [weight], [], way=layer.way)[0] if layer.has_own else functional.linear(x, weight)
 
 
 class RowParallelLinear(Adaptable):
@@ -152,7 +178,7 @@ class Lookup(nn.Embedding, OwnGradients):
     """An embedding that can compute its weight gradient by itself."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002, D102
-        return lookup(input, self.weight, defers=self.defers) if self.has_own else super().forward(input)
+        return lookup(input, self.weight, way=self.way) if self.has_own else super().forward(input)
 
 
 class VocabParallelEmbedding(Split, Lookup):

@@ -80,15 +80,16 @@ class _Turn(torch.autograd.Function):
     def forward(*args: Any, **_: Any) -> Any:
         ctx, x, cos, sin = args
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin)
+        return turned(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *args: Any) -> Any:
         (gradient,), (cos, sin) = args, ctx.saved_tensors
-        return _turned(gradient, cos, -sin), None, None
+        return turned(gradient, cos, -sin), None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs of each head, [B, T, heads, D], by the angles of a table (``Rotary``); with ``-sin``, back."""
     # In place, since memory limits these operators: with a fresh tensor for each they took up to twice as long on CPUs.
     crossed = x.roll(x.shape[-1] // 2, -1).to(sin.dtype).mul_(sin)
     return crossed.addcmul_(x, cos).to(x.dtype)
