@@ -69,6 +69,14 @@ def test_the_activated_gate_is_not_kept(frozen, number):
     assert num_kept(block, lambda x: block.down(block.inner(x))) == number
 
 
+def test_a_gate_without_gradient_is_kept_without_up():
+    block = block_of("silu")
+    block.up.adapt(2, 1.0, WHOLE)
+    block.double()
+    block.gate.requires_grad_(requires_grad=False)
+    assert num_kept(block, block) == 2
+
+
 @pytest.mark.parametrize(("frozen", "number"), [((), 3), (("down",), 2)])
 def test_a_whole_block_keeps_no_more(frozen, number):
     block = block_of("silu")

@@ -200,7 +200,7 @@ def linears(
         x: [..., in]; [B, T, in] with ``turn``.
         weights: [out, in] of each layer.
         biases: [out] of each layer, or empty. Their gradients, which are cheap sums, are autograd's.
-        way: of weight gradients. Compiled code only defers, and does not turn.
+        way: of weight gradients. Compiled code only defers.
         turn: rotary positions of the heads of the first two outputs; ``None`` for none.
 
     Returns:
@@ -208,7 +208,8 @@ def linears(
     """
     # A call of a custom operator takes 266 us, of an autograd.Function 123 us (docs/decisions/0023).
     if torch.compiler.is_compiling():
-        return _linears_op(x, list(weights), list(biases))
+        outputs = _linears_op(x, list(weights), list(biases))
+        return outputs if turn is None else turn.turn_two(outputs)
     return _Linears.apply(x, way, *(turn or (None, None)), len(weights), *weights, *biases)
 
 
@@ -258,7 +259,7 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *args: Any) -> Any:
         x, cos, sin, *weights = ctx.saved_tensors
-        # As matrices at once: each view in Python takes as long as a small product.
+        # As matrices at once: each view takes the host 1 us.
         taken = None if x is None else x.flatten(0, -2)
         gradients = _rows(args if cos is None else _turned(args, cos, -sin), weights)
         made = [

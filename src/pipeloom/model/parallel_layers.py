@@ -135,17 +135,12 @@ def project(x: Tensor, *layers: ColumnParallelLinear, turn: Rotary | None = None
     first = layers[0]
     if sparse := [layer for layer in layers if isinstance(layer, BlockSparseLinear)]:
         outputs = block_sparse_project(x, *sparse)
-    elif (is_bare := are_bare(*layers)) or first.has_own:  # compiled layers that defer have no adapter
-        weights, biases = [layer.weight for layer in layers], [one.bias for one in layers if one.bias is not None]
-        outputs = linears(x, weights, biases, way=first.way, turn=turn if is_bare else None)
-        if is_bare:
-            return outputs
+    elif are_bare(*layers) or first.has_own:  # compiled layers that defer have no adapter
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        return linears(x, [layer.weight for layer in layers], biases, way=first.way, turn=turn)
     else:
         outputs = [layer.adapted(x, functional.linear(x, layer.weight, layer.bias)) for layer in layers]
-    if turn is None:
-        return outputs
-    heads = [one.unflatten(-1, (-1, turn.cos.shape[-1])) for one in outputs]
-    return [*map(turn.turn, heads[:2]), *heads[2:]]
+    return outputs if turn is None else turn.turn_two(outputs)
 
 
 def product(x: Tensor, weight: Tensor, layer: OwnGradients) -> Tensor:

@@ -6,6 +6,7 @@ Letters of shapes are those of ``model.transformer``.
 # ruff: noqa: N803, N806 (upper-case letters in names are shapes)
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,11 @@ class Rotary(NamedTuple):
             The same shape and type; computed in the table's type.
         """
         return _Turn.apply(x_BTND, self.cos, self.sin)
+
+    def turn_two(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Outputs of linear layers, [B, T, out], by heads, [B, T, heads, D], of which the first two are turned."""
+        heads = [one.unflatten(-1, (-1, self.cos.shape[-1])) for one in outputs]
+        return [*map(self.turn, heads[:2]), *heads[2:]]
 
 
 class _Turn(torch.autograd.Function):
