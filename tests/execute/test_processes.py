@@ -208,7 +208,7 @@ def _sums(rendezvous, rank, size):
     return found
 
 
-@pytest.mark.parametrize("size", [1, 3, 6])
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
 def test_every_rank_gets_the_same_sum(size):
     every = run_workers(_sums, size)
     assert len(every) == size

@@ -8,10 +8,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pipeloom.errors import PeerLostError
 from pipeloom.runs.action_log import NOTHING, Activity
@@ -48,16 +49,39 @@ class World:
         # In float64 integers are exact up to 2 ** 53: numbers of parameters and votes are summed here, too.
         tensor = torch.tensor(numbers, dtype=torch.float64)
         with self.activity, _while("numbers were added up"):
-            # Gloo's all-reduce is a ring: 2 (n - 1) messages one after the other for n processes, which is seconds for
-            # 10,000 of them. Here and in its broadcast they form a binomial tree: 2 log2(n).
-            for child in _children(self.rank, self.size):
-                part = torch.empty_like(tensor)
-                dist.recv(part, child, group=self.control)
-                tensor += part
-            if self.rank > 0:
-                dist.send(tensor, self.rank & (self.rank - 1), group=self.control)
-            dist.broadcast(tensor, 0, group=self.control)
-        return tensor.tolist()
+            return self._sum_by_doubling(tensor).tolist()
+
+    def _sum_by_doubling(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor over all processes, by recursive doubling; changes ``tensor``.
+
+        Gloo's all-reduce is a ring: 2 (n - 1) messages one after the other for n processes, which is seconds for 10,000
+        of them. Here they are log2(n), and two more if n is no power of two: a rank from the largest such power on
+        gives its numbers to a rank below, and receives the sum from it.
+        """
+        power = 1 << (self.size.bit_length() - 1)
+        other, is_behind = self.rank ^ power, self.rank >= power
+        peers = [] if is_behind else [self.rank ^ 1 << bit for bit in range(power.bit_length() - 1)]
+        if other < self.size:
+            peers.insert(0, other)
+        # All before the first send: gloo sends a tensor when a message says that its receive is posted.
+        parts = [torch.empty_like(tensor) for _ in peers]
+        receives = [
+            cast("dist.Work", dist.irecv(part, peer, self.control)) for part, peer in zip(parts, peers, strict=True)
+        ]
+        if is_behind:
+            dist.send(tensor, other, self.control)
+            receives[0].wait()
+            return parts[0]
+        for peer, part, receive in zip(peers, parts, receives, strict=True):
+            # Two peers add the same two tensors, so all ranks have the same bits.
+            sent = None if peer == other else dist.isend(tensor, peer, self.control)
+            receive.wait()
+            if sent is not None:
+                sent.wait()
+            tensor += part
+        if other < self.size:
+            dist.send(tensor, other, self.control)
+        return tensor
 
     def gather(self, value: Any) -> list[Any] | None:
         """Every process's value by rank, on rank 0; ``None`` elsewhere."""
@@ -94,17 +118,6 @@ class World:
         # Destroying a group while other processes use it would end their communication.
         self.wait_for_all()
         dist.destroy_process_group()
-
-
-def _children(rank: int, size: int) -> list[int]:
-    """Ranks below a rank in the binomial tree of ``size``: the parent of a rank lacks its lowest bit.
-
-    Examples:
-        >>> [_children(rank, 6) for rank in range(6)]
-        [[1, 2, 4], [], [3], [], [5], []]
-    """
-    lowest, bits = rank & -rank or size, (1 << place for place in range(size.bit_length()))
-    return [rank + bit for bit in bits if bit < lowest and rank + bit < size]
 
 
 @contextmanager
