@@ -97,6 +97,14 @@ def test_clipping_over_parts_equals_clipping_the_whole(make, dtype):
             torch.testing.assert_close(copy, original, **tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_norm_of_many_elements_has_six_digits(dtype):
+    torch.manual_seed(0)
+    gradients = [torch.randn(3_000_001).to(dtype), torch.randn(7, 5).to(dtype), torch.zeros(0, dtype=dtype)]
+    exact = sum(float(gradient.double().square().sum()) for gradient in gradients)
+    assert squared_gradient_norm(gradients) == pytest.approx(exact, rel=2e-6)
+
+
 @pytest.mark.parametrize("limit", [float("inf"), 100.0])
 def test_small_gradients_and_no_limit_change_nothing(limit):
     parameter = nn.Parameter(torch.zeros(2))

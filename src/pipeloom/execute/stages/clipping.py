@@ -6,6 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_ROW = 8192
+"""Elements of a part of a gradient. On a CPU PyTorch adds the squares of a tensor to few sums in single precision: the
+norm of 27 million normal numbers is 0.15 % too low, and 5e-9 in parts of this size, which takes no longer."""
+
 
 def squared_gradient_norm(gradients: Sequence[Tensor]) -> float:
     """Sum of squares of gradients; the sum over all ranks is that of the whole model."""
@@ -13,13 +17,19 @@ def squared_gradient_norm(gradients: Sequence[Tensor]) -> float:
 
 
 def gradient_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The norm of each gradient."""
-    return list(torch._foreach_norm(list(gradients))) if gradients else []  # noqa: SLF001
+    """Norms of the parts of gradients, of at least single precision; for ``squared_norm``."""
+    norms: list[Tensor] = []
+    for gradient in gradients:
+        flat, dtype = gradient.flatten(), torch.promote_types(gradient.dtype, torch.float32)
+        num_rows = flat.numel() // _ROW
+        rows, rest = flat[: num_rows * _ROW].view(num_rows, _ROW), flat[num_rows * _ROW :]
+        norms += [torch.linalg.vector_norm(rows, dim=1, dtype=dtype), torch.linalg.vector_norm(rest, dtype=dtype)]
+    return norms
 
 
 def squared_norm(norms: Sequence[Tensor]) -> float:
-    """The squared norm of all gradients together, from the norm of each."""
-    return float(torch.linalg.vector_norm(torch.stack(list(norms))).double() ** 2) if norms else 0.0
+    """The squared norm of all gradients together, from the norms of their parts."""
+    return float(torch.hstack(list(norms)).double().square().sum()) if norms else 0.0
 
 
 def clip(parameters: Sequence[nn.Parameter], norm: float, limit: float) -> None:
