@@ -58,7 +58,7 @@ def overhead_plan(case: Case, repetitions: int) -> Plan:
     """Both runtimes with each order."""
     pairs = [(pytorch_contender(theirs, case.loops), ours) for theirs, ours in SAME_ORDERS.items()]
     contenders = [one for their, ours in pairs for one in (Contender("pipeloom", ours, their.loops), their)]
-    return Plan(case, tuple(contenders), repetitions, warmup=2)
+    return Plan(case, tuple(contenders), repetitions, turn=3, warmup=2)
 
 
 def overhead_targets(outcome: Outcome) -> tuple[Target, ...]:
@@ -90,7 +90,9 @@ def emulated_targets(outcome: Outcome) -> tuple[Target, ...]:
 def main() -> None:
     """Run every case, print and write what came of it."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--repetitions", type=int, default=15, help="timed steps of each contender without compute")
+    options.add_argument(
+        "--repetitions", type=int, default=15, help="turns of each contender; three timed steps without compute"
+    )
     options.add_argument("--only", default="", help="part of the names of the cases to run")
     options.add_argument("--folder", type=Path, default=Path("outputs/side_by_side"))
     chosen, console = options.parse_args(), wide_console()

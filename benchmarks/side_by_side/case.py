@@ -134,7 +134,9 @@ class Plan:
     Attributes:
         case: what is run.
         contenders: in the order in which they alternate.
-        repetitions: timed steps of each.
+        repetitions: turns of each.
+        turn: timed steps of a turn. Before several of them one more does not count: in it code and data come back to
+            the caches, from which the contender before has evicted them.
         warmup: steps of each before.
         compares_gradients: whether the last step's gradients come back.
     """
@@ -142,6 +144,7 @@ class Plan:
     case: Case
     contenders: tuple[Contender, ...]
     repetitions: int = 5
+    turn: int = 1
     warmup: int = 1
     compares_gradients: bool = False
 

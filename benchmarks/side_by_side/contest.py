@@ -92,17 +92,19 @@ def _rank(plan: Plan, hosts: list[str] | None, rendezvous: Path, rank: int, size
     stage_s = _agreed(world, measure_stage(case))
     runtimes = _runtimes(plan, world, own_cost(case, *stage_s))
     answers = [_Answer([], 0.0, runtime.num_actions, stage_s, None, {}) for runtime in runtimes]
-    for repetition in range(-plan.warmup, plan.repetitions):
+    turns, skipped = [1] * plan.warmup + [plan.turn + (plan.turn > 1)] * plan.repetitions, int(plan.turn > 1)
+    for repetition, num_steps in enumerate(turns, -plan.warmup):
         for runtime, answer in zip(runtimes, answers, strict=True):
-            runtime.prepare()
-            start_s = _start_together(world)
-            cpu_s = time.process_time()
-            result = runtime.step()
-            end_s = time.perf_counter()
-            if repetition >= 0:
-                answer.steps.append(_Stretch(start_s, end_s))
-                answer.cpu_s += (time.process_time() - cpu_s) / plan.repetitions
-                answer.trace = None if result is None else result.trace
+            for number in range(num_steps):
+                runtime.prepare()
+                start_s = _start_together(world)
+                cpu_s = time.process_time()
+                result = runtime.step()
+                end_s = time.perf_counter()
+                if repetition >= 0 and number >= skipped:
+                    answer.steps.append(_Stretch(start_s, end_s))
+                    answer.cpu_s += (time.process_time() - cpu_s) / (plan.repetitions * plan.turn)
+                    answer.trace = None if result is None else result.trace
     world.wait_for_all()
     for runtime, answer in zip(runtimes, answers, strict=True):
         answer.gradients = _gradients(runtime) if plan.compares_gradients else {}
