@@ -92,8 +92,9 @@ def _rank(plan: Plan, hosts: list[str] | None, rendezvous: Path, rank: int, size
     stage_s = _agreed(world, measure_stage(case))
     runtimes = _runtimes(plan, world, own_cost(case, *stage_s))
     answers = [_Answer([], 0.0, runtime.num_actions, stage_s, None, {}) for runtime in runtimes]
-    turns, skipped = [1] * plan.warmup + [plan.turn + (plan.turn > 1)] * plan.repetitions, int(plan.turn > 1)
-    for repetition, num_steps in enumerate(turns, -plan.warmup):
+    skipped = int(plan.turn > 1)
+    for repetition in range(-plan.warmup, plan.repetitions):
+        num_steps = 1 if repetition < 0 else skipped + plan.turn
         for runtime, answer in zip(runtimes, answers, strict=True):
             for number in range(num_steps):
                 runtime.prepare()
